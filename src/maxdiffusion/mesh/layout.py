@@ -1,0 +1,84 @@
+"""Words for array dimensions, and the mesh axes that each word is split over."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from maxdiffusion.mesh.axes import AXES, CONTEXT_AXES
+
+# Weights are split by their output or input features over `tensor` and by the model width over `fsdp`.
+PARAMETER_AXES: Mapping[str, tuple[str, ...]] = {
+    "model": ("fsdp",),
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+# Activations are split by batch and sequence; features that come out of a split weight stay split.
+ACTIVATION_AXES: Mapping[str, tuple[str, ...]] = {
+    "batch": ("data", "fsdp"),
+    "sequence": CONTEXT_AXES,
+    "heads": ("tensor",),
+    "mlp": ("tensor",),
+}
+
+
+def axes_size(mesh: Mesh, axes: tuple[str, ...]) -> int:
+    """The number of devices along `axes` of `mesh`."""
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
+def fitting_axes(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[str, ...]:
+    """The longest leading run of `axes` whose device count divides `size`."""
+    for count in range(len(axes), 0, -1):
+        if size % axes_size(mesh, axes[:count]) == 0:
+            return axes[:count]
+    return ()
+
+
+def partition_spec(
+    mesh: Mesh, table: Mapping[str, tuple[str, ...]], dims: tuple[str, ...], shape: tuple[int, ...]
+) -> PartitionSpec:
+    """The spec for an array whose trailing dimensions are called `dims`; leading ones stay whole.
+
+    A dimension that its axes do not divide is kept whole along the axes that do not fit.
+    """
+    stacked = len(shape) - len(dims)
+    assert stacked >= 0, (dims, shape)
+    entries = [
+        fitting_axes(mesh, table.get(dim, ()), size) or None
+        for dim, size in zip(dims, shape[stacked:], strict=True)
+    ]
+    return PartitionSpec(*[None] * stacked, *entries)
+
+
+def parameter_sharding(mesh: Mesh, dims: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+    """Where a weight lives; `dims` are the words of one layer, stacked layers come before them."""
+    return NamedSharding(mesh, partition_spec(mesh, PARAMETER_AXES, dims, shape))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationLayout:
+    """Pins activations to the mesh by the words of their dimensions; without a mesh it does nothing."""
+
+    mesh: Mesh | None = None
+    axes: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: ACTIVATION_AXES, hash=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.mesh is not None and self.mesh.axis_names != AXES:
+            raise ValueError(f"mesh axes {self.mesh.axis_names}: the axes are {AXES}, in this order")
+
+    def constrain(self, array: jax.Array, *dims: str) -> jax.Array:
+        """`array`, placed by the words for all of its dimensions."""
+        if self.mesh is None or self.mesh.size == 1:
+            return array
+        spec = partition_spec(self.mesh, self.axes, dims, array.shape)
+        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What a sequence length must be a multiple of to be split evenly."""
+        return 1 if self.mesh is None else axes_size(self.mesh, CONTEXT_AXES)

@@ -1,0 +1,1 @@
+"""What every room may lean on: problems told to people, progress, timing, video files."""
