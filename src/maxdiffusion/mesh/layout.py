@@ -9,7 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh.axes import AXES, CONTEXT_AXES
 
-# Weights are split by their output or input features over `tensor` and by the model width over `fsdp`.
+# Weights are split by their own features over `tensor` and by the model width over `fsdp`.
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = {
     "model": ("fsdp",),
     "heads": ("tensor",),
@@ -60,7 +60,7 @@ def parameter_sharding(mesh: Mesh, dims: tuple[str, ...], shape: tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationLayout:
-    """Pins activations to the mesh by the words of their dimensions; without a mesh it does nothing."""
+    """Pins activations to the mesh by words for their dimensions; without a mesh, does nothing."""
 
     mesh: Mesh | None = None
     axes: Mapping[str, tuple[str, ...]] = field(
@@ -69,7 +69,9 @@ class ActivationLayout:
 
     def __post_init__(self) -> None:
         if self.mesh is not None and self.mesh.axis_names != AXES:
-            raise ValueError(f"mesh axes {self.mesh.axis_names}: the axes are {AXES}, in this order")
+            raise ValueError(
+                f"mesh axes {self.mesh.axis_names}: the axes are {AXES}, in this order"
+            )
 
     def constrain(self, array: jax.Array, *dims: str) -> jax.Array:
         """`array`, placed by the words for all of its dimensions."""
