@@ -1,0 +1,18 @@
+# docker build -t maxdiffusion .                              # CPU
+# docker build -t maxdiffusion --build-arg EXTRAS=[tpu] .     # TPU hosts
+FROM python:3.11-slim
+
+ARG EXTRAS=""
+ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+
+RUN useradd --create-home --uid 1000 maxdiffusion
+WORKDIR /app
+
+COPY pyproject.toml constraints.txt README.md LICENSE ./
+COPY src ./src
+COPY configs ./configs
+RUN pip install --constraint constraints.txt ".${EXTRAS}"
+
+USER maxdiffusion
+ENTRYPOINT ["python", "-m", "maxdiffusion.generate_wan"]
+CMD ["configs/wan_tiny.yml", "output_dir=/home/maxdiffusion/outputs"]
