@@ -1,0 +1,87 @@
+"""Writes the checkpoints and recordings that the tests without torch compare with.
+
+cd tests && python -m oracle.goldens            # everything, into tests/goldens
+cd tests && python -m oracle.goldens --check    # run again and compare with the files
+"""
+
+import argparse
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from oracle.arrays import Record
+from oracle.pipeline import record_wan21_run, record_wan22_runs
+from oracle.schedulers import record_schedulers
+from oracle.text import PROMPT, SECOND_PROMPT, embed, record_text, tokenise
+from oracle.tiny_checkpoints import wan21_t2v, wan22_t2v, write_checkpoint
+from oracle.transformer import record_transformer
+from oracle.vae import record_vae
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+
+
+def write_checkpoints() -> None:
+    """Writes both checkpoints in bfloat16, which halves the files; diffusers runs them upcast."""
+    for name, tiny in {
+        "wan22_t2v": wan22_t2v(seed=22, dtype=torch.bfloat16),
+        "wan21_t2v": wan21_t2v(seed=21, dtype=torch.bfloat16),
+    }.items():
+        shutil.rmtree(GOLDENS / name, ignore_errors=True)
+        write_checkpoint(GOLDENS / name, tiny)
+
+
+def transformers_of(name: str, *parts: str) -> Record:
+    """Returns the recordings of a checkpoint's experts on two real prompts."""
+    text = embed(GOLDENS / name, *tokenise(GOLDENS / name, [PROMPT, SECOND_PROMPT]))
+    record: Record = {}
+    for part in parts:
+        record |= record_transformer(GOLDENS / name, part, text, seed=300)
+    return record
+
+
+RECORDINGS: dict[str, Callable[[], Record]] = {
+    "scheduler": record_schedulers,
+    "text": lambda: record_text(GOLDENS / "wan22_t2v"),
+    "transformer": lambda: transformers_of("wan22_t2v", "transformer", "transformer_2"),
+    "transformer_wan21": lambda: transformers_of("wan21_t2v", "transformer"),
+    "vae": lambda: record_vae(GOLDENS / "wan22_t2v"),
+    "pipe": lambda: record_wan22_runs(GOLDENS / "wan22_t2v"),
+    "pipe_wan21": lambda: record_wan21_run(GOLDENS / "wan21_t2v"),
+}
+
+
+def compare(name: str, record: Record) -> bool:
+    """Prints whether a new recording equals the stored one and returns the verdict."""
+    with np.load(GOLDENS / f"{name}.npz") as stored:
+        same = set(stored.files) == set(record) and all(
+            np.array_equal(stored[key], value) for key, value in record.items()
+        )
+    print(f"{name}.npz: {'the same' if same else 'DIFFERENT'}")
+    return same
+
+
+def main() -> int:
+    """Writes or checks every recording; returns 1 if a check fails."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="compare instead of writing")
+    check = parser.parse_args().check
+    torch.set_grad_enabled(False)
+    torch.set_num_threads(2)
+    if not check:
+        write_checkpoints()
+    verdicts = []
+    for name, make in RECORDINGS.items():
+        record = make()
+        if check:
+            verdicts.append(compare(name, record))
+            continue
+        np.savez_compressed(GOLDENS / f"{name}.npz", **record)
+        print(f"{name}.npz: {len(record)} arrays")
+    return 0 if all(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
