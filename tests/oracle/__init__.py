@@ -1,4 +1,4 @@
-"""diffusers as the judge: tiny checkpoints made with its classes, and what it computes from them."""
+"""diffusers as the judge: tiny checkpoints made with its classes, and what it makes of them."""
 
 import os
 

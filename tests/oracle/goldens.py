@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from oracle.arrays import Record
 from oracle.pipeline import record_wan21_run, record_wan22_runs
 from oracle.schedulers import record_schedulers

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
+
 from oracle.arrays import Record, as_numpy, normal
 from oracle.text import NEGATIVE, PROMPT, SECOND_PROMPT
 from oracle.tiny_checkpoints import make_scheduler
@@ -18,7 +19,7 @@ CFG = {"prompt": PROMPT, "negative_prompt": NEGATIVE, "guidance_scale": 4.0}
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype = torch.float32) -> WanPipeline:
-    """Returns diffusers' pipeline with everything in `dtype` but the VAE, which stays in float32."""
+    """Returns diffusers' pipeline in `dtype`; its VAE stays in float32, as WAN is used."""
     vae = AutoencoderKLWan.from_pretrained(folder, subfolder="vae", dtype=torch.float32)
     pipeline = WanPipeline.from_pretrained(folder, vae=vae, dtype=dtype)
     pipeline.set_progress_bar_config(disable=True)

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
 from oracle.arrays import Record, as_numpy, normal
 from oracle.tiny_checkpoints import make_scheduler
 

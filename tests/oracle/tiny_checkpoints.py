@@ -17,8 +17,9 @@ from diffusers import (
     WanPipeline,
     WanTransformer3DModel,
 )
-from oracle.vocabulary import write_tokenizer
 from transformers import UMT5Config, UMT5EncoderModel
+
+from oracle.vocabulary import write_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
+
 from oracle.arrays import Record, as_numpy, normal, outputs_of
 
 LATENT_SHAPE = (3, 6, 4)

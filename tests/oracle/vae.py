@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
+
 from oracle.arrays import Record, as_numpy, normal, small_video
 
 PIXELS_PER_LATENT = 8

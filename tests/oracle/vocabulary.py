@@ -26,7 +26,7 @@ ASCII = "".join(map(chr, range(33, 127)))
 def unigram_pieces(
     sentences: list[str] = SENTENCES, *, words: int = 160, pairs: int = 80
 ) -> list[tuple[str, float]]:
-    """Returns pieces with their log frequency: frequent words, frequent letter pairs, every letter."""
+    """Returns frequent words, frequent letter pairs and every letter, with their log frequency."""
     counts = Counter(WORD_START + word for line in sentences for word in line.split())
     joints = Counter(
         word[at : at + 2] for word in counts.elements() for at in range(1, len(word) - 1)
