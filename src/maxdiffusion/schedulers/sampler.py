@@ -66,32 +66,41 @@ def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def check_schedule(*, steps: int, shift: float, train_timesteps: int) -> None:
+def check_schedule(*, steps: object, shift: object, train_timesteps: object) -> None:
     """Refuses numbers from which no schedule can be made, all of them at once."""
-    problems = []
-    for name, value in (("num_inference_steps", steps), ("num_train_timesteps", train_timesteps)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            problems.append(
-                Problem(
-                    name=name,
-                    value=value,
-                    rule="must be a whole number, 1 or more",
-                    remedy="Set it to 40, for example"
-                    if name == "num_inference_steps"
-                    else "Use 1000",
-                )
-            )
-    if isinstance(shift, bool) or not math.isfinite(shift) or shift <= 0:
-        problems.append(
-            Problem(
-                name="flow_shift",
-                value=shift,
-                rule="must be a finite number above 0",
-                remedy="WAN uses 3.0 at 480p, 5.0 at 720p, and 12.0 for WAN 2.2 text-to-video",
-            )
-        )
+    found = [
+        None if _is_count(steps) else _not_a_count("num_inference_steps", steps, "WAN uses 40"),
+        None if _is_positive(shift) else _bad_shift(shift),
+        None
+        if _is_count(train_timesteps)
+        else _not_a_count("num_train_timesteps", train_timesteps, "WAN uses 1000"),
+    ]
+    problems = [problem for problem in found if problem is not None]
     if problems:
         raise ProblemsFound(problems)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_positive(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+
+
+def _not_a_count(name: str, value: object, remedy: str) -> Problem:
+    rule = "must be a whole number, 1 or more"
+    return Problem(name=name, value=value, rule=rule, remedy=remedy)
+
+
+def _bad_shift(value: object) -> Problem:
+    return Problem(
+        name="flow_shift",
+        value=value,
+        rule="must be a finite number above 0",
+        remedy="WAN uses 3.0 at 480p, 5.0 at 720p, and 12.0 for WAN 2.2 text-to-video",
+    )
 
 
 def check_falling(sigmas: np.ndarray, *, steps: int, shift: float) -> None:

@@ -1,0 +1,101 @@
+"""Reading a diffusers scheduler_config.json."""
+
+import pytest
+
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.schedulers import FlowMatchEuler, UniPC, from_scheduler_config
+
+WAN = {
+    "_class_name": "UniPCMultistepScheduler",
+    "_diffusers_version": "0.35.0",
+    "beta_schedule": "linear",
+    "disable_corrector": [],
+    "final_sigmas_type": "zero",
+    "flow_shift": 3.0,
+    "lower_order_final": True,
+    "num_train_timesteps": 1000,
+    "predict_x0": True,
+    "prediction_type": "flow_prediction",
+    "solver_order": 2,
+    "solver_p": None,
+    "solver_type": "bh2",
+    "thresholding": False,
+    "use_flow_sigmas": True,
+    "use_karras_sigmas": False,
+}
+
+
+def test_unipc_with_the_shift_of_the_file_or_a_given_one():
+    assert from_scheduler_config(WAN, 40) == UniPC(steps=40, shift=3.0)
+    assert from_scheduler_config(WAN, 40, 12.0) == UniPC(steps=40, shift=12.0)
+    assert from_scheduler_config(WAN, 40, shift=5.0) == UniPC(steps=40, shift=5.0)
+
+
+def test_missing_settings_mean_diffusers_defaults():
+    needed = {"_class_name", "prediction_type", "use_flow_sigmas"}
+    short = {key: value for key, value in WAN.items() if key in needed}
+    assert from_scheduler_config(short, 4) == UniPC(steps=4, shift=1.0)
+    with pytest.raises(ProblemsFound, match=r"prediction_type='epsilon'.*missing setting"):
+        from_scheduler_config({"_class_name": WAN["_class_name"], "use_flow_sigmas": True}, 4)
+
+
+def test_euler_names_its_shift_otherwise():
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
+    assert from_scheduler_config(config, 10) == FlowMatchEuler(steps=10, shift=5.0)
+    assert from_scheduler_config(config, 10, 8.0) == FlowMatchEuler(steps=10, shift=8.0)
+
+
+@pytest.mark.parametrize("name", ["DDIMScheduler", None, 3])
+def test_other_schedulers_are_refused_with_the_supported_ones(name):
+    with pytest.raises(ProblemsFound) as caught:
+        from_scheduler_config({**WAN, "_class_name": name}, 4)
+    (problem,) = caught.value.problems
+    assert problem.value == name
+    assert "UniPCMultistepScheduler" in problem.rule
+    assert "FlowMatchEulerDiscreteScheduler" in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("solver_order", 3),
+        ("solver_type", "bh1"),
+        ("thresholding", True),
+        ("use_karras_sigmas", True),
+        ("use_beta_sigmas", True),
+        ("use_exponential_sigmas", True),
+        ("use_dynamic_shifting", True),
+        ("predict_x0", False),
+        ("lower_order_final", False),
+        ("disable_corrector", [0]),
+        ("prediction_type", "v_prediction"),
+        ("use_flow_sigmas", False),
+        ("final_sigmas_type", "sigma_min"),
+        ("shift_terminal", 0.1),
+    ],
+)
+def test_unsupported_settings_are_refused_by_name(setting, value):
+    with pytest.raises(ProblemsFound) as caught:
+        from_scheduler_config({**WAN, setting: value}, 4)
+    (problem,) = caught.value.problems
+    assert problem.name == f"scheduler_config.json {setting}"
+    assert problem.value == value
+
+
+def test_all_unsupported_settings_are_listed_at_once():
+    config = {**WAN, "solver_order": 3, "thresholding": True, "predict_x0": False}
+    with pytest.raises(ProblemsFound) as caught:
+        from_scheduler_config(config, 4)
+    assert len(caught.value.problems) == 3
+
+
+def test_a_stochastic_euler_is_refused():
+    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "stochastic_sampling": True}
+    with pytest.raises(ProblemsFound, match="stochastic_sampling"):
+        from_scheduler_config(config, 4)
+
+
+@pytest.mark.parametrize("value", [None, "1000", 0])
+def test_bad_train_timesteps_are_refused(value):
+    with pytest.raises(ProblemsFound, match="num_train_timesteps"):
+        from_scheduler_config({**WAN, "num_train_timesteps": value}, 4)
