@@ -1,0 +1,158 @@
+"""The WAN transformer: latent video, time and text in, velocity out."""
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Num
+
+from maxdiffusion.mesh import ActivationLayout
+from maxdiffusion.models.wan.block import StepContext, TextKeysValues, WanBlock, pin_tokens
+from maxdiffusion.models.wan.config import WanTransformerConfig
+from maxdiffusion.models.wan.embeddings import (
+    PatchEmbedding,
+    TextEmbedding,
+    TimeEmbedding,
+    pad_tokens,
+    patches_of,
+    video_of,
+)
+from maxdiffusion.models.wan.layers import Linear, Numerics, modulate, modulation_table
+from maxdiffusion.models.wan.rope import rotation_tables
+
+if TYPE_CHECKING:
+    from maxdiffusion.attention import BlockAttention
+
+_ONE_DEVICE = ActivationLayout()
+
+
+class WanTransformer(nnx.Module):
+    """Predicts the velocity of a latent video from the video, the time of the step and a text.
+
+        text ----> text_keys_values (once per prompt) ---------.
+        time ----> six modulations ---------------------.      |
+        latents -> patches -> tokens -> block x layers (scan) -> head -> velocity
+
+    Blocks are stacked: every parameter of `blocks` has the layers as its first dimension.
+    """
+
+    def __init__(
+        self,
+        config: WanTransformerConfig,
+        *,
+        dtype: DTypeLike,
+        param_dtype: DTypeLike,
+        rngs: nnx.Rngs,
+    ):
+        numerics = Numerics(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype))
+        patch_values = int(np.prod(config.patch)) * config.out_channels
+        self.config = config
+        self.dtype = numerics.dtype
+        self.patch_embedding = PatchEmbedding(config, numerics, rngs=rngs)
+        self.time_embedding = TimeEmbedding(config, numerics, rngs=rngs)
+        self.text_embedding = TextEmbedding(config, numerics, rngs=rngs)
+        self.blocks = _stacked_blocks(config, numerics, rngs)
+        self.scale_shift_table = modulation_table((2, config.model_dim), rngs)
+        self.proj_out = Linear(
+            (config.model_dim, patch_values), ("model", "channels"), numerics, rngs=rngs
+        )
+
+    def text_keys_values(
+        self, text_BTE: Float[Array, "B T E"], *, layout: ActivationLayout = _ONE_DEVICE
+    ) -> TextKeysValues:
+        """Keys and values [L B T N H] of a text; compute them once per prompt and expert."""
+        context_BTD = self.text_embedding(text_BTE)
+        graph, layers = nnx.split(self.blocks.attn2)
+
+        def one_layer(carry: None, layer: nnx.State) -> tuple[None, TextKeysValues]:
+            return carry, nnx.merge(graph, layer).keys_values(context_BTD, layout)
+
+        with jax.named_scope("text_keys_values"):
+            return jax.lax.scan(one_layer, None, layers, unroll=self._unroll)[1]
+
+    def __call__(
+        self,
+        latents_BFYXC: Float[Array, "B F Y X C"],
+        timestep_B: Num[Array, " B"],
+        text: TextKeysValues,
+        *,
+        attention: "BlockAttention",
+        layout: ActivationLayout,
+    ) -> Float[Array, "B F Y X C"]:
+        """The velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model."""
+        _, *sizes, _ = latents_BFYXC.shape
+        grid = self.config.grid((sizes[0], sizes[1], sizes[2]))
+        length = attention.self_attention.padded_q_len
+        with jax.named_scope("embed"):
+            tokens = self.embed(latents_BFYXC, length, layout)
+            time_BD, modulation_BKD = self.time_embedding(timestep_B)
+        cosines_SK, sines_SK = self.rotations(grid, length)
+        step = StepContext(modulation=modulation_BKD, cosines=cosines_SK, sines=sines_SK)
+        tokens = self.run_blocks(tokens, step, text, attention=attention, layout=layout)
+        with jax.named_scope("head"):
+            patches = self.head(tokens, time_BD)[:, : int(np.prod(grid))]
+            return video_of(patches, grid, self.config.patch)
+
+    def embed(
+        self, latents_BFYXC: Float[Array, "B F Y X C"], length: int, layout: ActivationLayout
+    ) -> Float[Array, "B S D"]:
+        """One token per patch, padded to `length` so that the mesh splits the sequence evenly."""
+        patches_BSK = pad_tokens(patches_of(latents_BFYXC, self.config.patch), length)
+        patches_BSK = layout.constrain(patches_BSK, "batch", "sequence", "patch")
+        return pin_tokens(self.patch_embedding(patches_BSK), layout)
+
+    def rotations(
+        self, grid: tuple[int, int, int], length: int
+    ) -> tuple[Float[Array, "S K"], Float[Array, "S K"]]:
+        """Cosines and sines of every token, with zeros for the tokens that pad it to `length`."""
+        cosines, sines = rotation_tables(grid, self.config.head_dim)
+        padding = ((0, length - len(cosines)), (0, 0))
+        return jnp.asarray(np.pad(cosines, padding)), jnp.asarray(np.pad(sines, padding))
+
+    def run_blocks(
+        self,
+        tokens: Float[Array, "B S D"],
+        step: StepContext,
+        text: TextKeysValues,
+        *,
+        attention: "BlockAttention",
+        layout: ActivationLayout,
+    ) -> Float[Array, "B S D"]:
+        """`tokens` after all blocks."""
+        graph, layers = nnx.split(self.blocks)
+
+        def one_layer(
+            x: Float[Array, "B S D"], inputs: tuple[nnx.State, TextKeysValues]
+        ) -> tuple[Float[Array, "B S D"], None]:
+            layer, layer_text = inputs
+            block = nnx.merge(graph, layer)
+            return block(x, step, layer_text, attention=attention, layout=layout), None
+
+        with jax.named_scope("blocks"):
+            return jax.lax.scan(one_layer, tokens, (layers, text), unroll=self._unroll)[0]
+
+    def head(
+        self, tokens: Float[Array, "B S D"], time_BD: Float[Array, "B D"]
+    ) -> Float[Array, "B S K"]:
+        """The predicted patches; the head is moved by the time itself, not by its projection."""
+        table = self.scale_shift_table[...] + time_BD.astype(jnp.float32)[:, None, :]
+        shift, scale = jnp.unstack(table, axis=1)
+        return self.proj_out(modulate(tokens, shift, scale, eps=self.config.eps))
+
+    @property
+    def _unroll(self) -> int | bool:
+        return 1 if self.config.scan_layers else True
+
+
+def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs) -> WanBlock:
+    """All blocks as one, with the layers as the first dimension of every parameter."""
+
+    @nnx.split_rngs(splits=config.layers)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(layer_rngs: nnx.Rngs) -> WanBlock:
+        return WanBlock(config, numerics, rngs=layer_rngs)
+
+    return build(rngs)
