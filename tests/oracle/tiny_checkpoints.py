@@ -19,7 +19,7 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
-from oracle.vocabulary import write_tokenizer
+from oracle.vocabulary import Pieces, unigram_pieces, write_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +146,9 @@ def make_scheduler(flow_shift: float) -> UniPCMultistepScheduler:
     )
 
 
-def write_checkpoint(folder: Path, tiny: TinyCheckpoint) -> Path:
+def write_checkpoint(folder: Path, tiny: TinyCheckpoint, pieces: Pieces | None = None) -> Path:
     """Writes the checkpoint folder as diffusers saves it and returns the folder."""
-    tokenizer = write_tokenizer(folder / "tokenizer")
+    tokenizer = write_tokenizer(folder / "tokenizer", pieces or unigram_pieces())
     width, seed = tiny.text.width, 10 * tiny.seed
     experts = {"transformer": make_transformer(tiny.transformer, width, seed + 1)}
     if tiny.boundary_ratio is not None:

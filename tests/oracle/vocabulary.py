@@ -6,8 +6,9 @@ from pathlib import Path
 
 from transformers import T5Tokenizer
 
+Pieces = list[tuple[str, float]]
 WORD_START = "▁"
-SPECIAL_PIECES = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+SPECIAL_PIECES: Pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
 
 SENTENCES = """
 A red fox runs through deep snow while the morning sun rises behind the hills.
@@ -25,7 +26,7 @@ ASCII = "".join(map(chr, range(33, 127)))
 
 def unigram_pieces(
     sentences: list[str] = SENTENCES, *, words: int = 160, pairs: int = 80
-) -> list[tuple[str, float]]:
+) -> Pieces:
     """Returns frequent words, frequent letter pairs and every letter, with their log frequency."""
     counts = Counter(WORD_START + word for line in sentences for word in line.split())
     joints = Counter(
@@ -42,10 +43,10 @@ def unigram_pieces(
     return [(piece, math.log(count / total)) for piece, count in ordered]
 
 
-def write_tokenizer(folder: Path, pieces: list[tuple[str, float]] | None = None) -> T5Tokenizer:
+def write_tokenizer(folder: Path, pieces: Pieces) -> T5Tokenizer:
     """Saves a T5 tokenizer folder (pad 0, eos 1, unk 2) and returns the tokenizer."""
     tokenizer = T5Tokenizer(
-        vocab=SPECIAL_PIECES + (unigram_pieces() if pieces is None else pieces),
+        vocab=SPECIAL_PIECES + pieces,
         extra_ids=0,
         model_max_length=512,
     )

@@ -1,4 +1,4 @@
-"""Live comparison with diffusers; needs the `parity` extra, and says so loudly when it is missing."""
+"""Live comparison with diffusers; says loudly when the `parity` extra that it needs is missing."""
 
 import importlib.util
 import os
@@ -29,7 +29,7 @@ def _without_gradients():
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names what was not compared, because a suite that leaves parity out is not the whole suite."""
+    """Names what was not compared: a suite that leaves parity out is not the whole suite."""
     if MISSING:
         terminalreporter.section("PARITY WITH DIFFUSERS NOT RUN", sep="!", red=True, bold=True)
         terminalreporter.line(
