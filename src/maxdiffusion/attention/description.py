@@ -1,0 +1,28 @@
+"""A plan in words, for the start-up report."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from maxdiffusion.attention.plan import AttentionPlan
+
+
+def waste(padded: int, real: int) -> str:
+    """How much of a padded size is padding."""
+    return f"{padded} for {real} ({(padded - real) / padded:.1%} padding)"
+
+
+def describe_plan(plan: "AttentionPlan") -> str:
+    """What runs, and what it costs, a line each."""
+    geometry, problem = plan.geometry, plan.problem
+    sizes = plan.exchange.kernel_sizes(geometry)
+    moved = plan.exchange.bytes_sent(geometry)
+    lines = [
+        f"attention {plan.name}" + (f" runs as {plan.runs}: {plan.note}" if plan.note else ""),
+        f"exchange: {plan.exchange.title()}; {moved / 2**20:.2f} MiB sent per device",
+        f"kernel: {plan.kernel.title}; {sizes.problems} heads x {sizes.q_len} queries "
+        f"x {sizes.kv_len} keys a call",
+        *plan.kernel.details(),
+        f"queries: {waste(plan.padded_q_len, problem.q_len)}; "
+        f"keys: {waste(plan.padded_kv_len, problem.kv_len)}",
+    ]
+    return "\n  ".join(lines)

@@ -1,0 +1,116 @@
+"""What an exchange between context devices is, and the two that move no queries."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+from jaxtyping import Array, Float
+
+from maxdiffusion.attention.geometry import Geometry
+from maxdiffusion.attention.keys import GlobalKeys
+from maxdiffusion.attention.on_device.site import Alone, DeviceKernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSizes:
+    """What one kernel call sees under an exchange."""
+
+    problems: int
+    q_len: int
+    kv_len: int
+
+
+class Exchange(Protocol):
+    """Moves keys, queries or heads between devices around calls of a kernel (inside shard_map)."""
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Float[Array, "B S N H"]:
+        """The attention of this device's queries over all keys."""
+
+    def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
+        """The sizes of one kernel call."""
+
+    def bytes_sent(self, geometry: Geometry) -> int:
+        """Bytes of q, k, v and output that one device sends for one attention."""
+
+    def title(self) -> str:
+        """What moves, in a few words."""
+
+
+def tokens_bytes(geometry: Geometry, tokens: int) -> int:
+    """Bytes of `tokens` tokens of one of q, k, v on one device's batch and heads."""
+    width = geometry.problem.head_dim * geometry.problem.dtype.itemsize
+    return geometry.local_batch * tokens * geometry.local_heads * width
+
+
+@dataclass(frozen=True)
+class Stay:
+    """Nothing moves: this device has all the keys its queries need."""
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Float[Array, "B S N H"]:
+        """The kernel's attention over the keys that are here."""
+        whole = keys.whole()
+        k, shared = kernel.prepare(q, k, whole, Alone())
+        return kernel.attend(q, k, v, whole, shared)
+
+    def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
+        """Local queries, all keys."""
+        return KernelSizes(
+            problems=geometry.local_batch * geometry.local_heads,
+            q_len=geometry.padded_q_len // geometry.shape.context,
+            kv_len=geometry.padded_kv_len,
+        )
+
+    def bytes_sent(self, geometry: Geometry) -> int:
+        """Nothing."""
+        return 0
+
+    def title(self) -> str:
+        """What moves, in a few words."""
+        return "none (keys are local)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gather:
+    """Every device collects all keys and values of the sequence, then attends alone."""
+
+    axes: tuple[str, ...]
+    degree: int
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Float[Array, "B S N H"]:
+        """The attention of this device's queries over the collected keys."""
+        k, v = (jax.lax.all_gather(part, self.axes, axis=1, tiled=True) for part in (k, v))
+        return Stay()(q, k, v, keys, kernel)
+
+    def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
+        """Local queries, all keys."""
+        return Stay().kernel_sizes(geometry)
+
+    def bytes_sent(self, geometry: Geometry) -> int:
+        """This device's k and v, to each of the others."""
+        local = tokens_bytes(geometry, geometry.padded_kv_len // self.degree)
+        return 2 * (self.degree - 1) * local
+
+    def title(self) -> str:
+        """What moves, in a few words."""
+        return f"k, v gathered over {'x'.join(self.axes)}={self.degree}"

@@ -1,0 +1,65 @@
+"""How the user wants attention run: block sizes, exponent, scheduler, chunks, thresholds."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+# Scores of fewer tokens than a lane tile gain nothing from a block, and Mosaic wants whole tiles.
+LANES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashBlockSizes:
+    """The public `flash_block_sizes`; a size left as None is picked from the tuned table."""
+
+    block_q: int | None = None
+    block_kv: int | None = None
+    block_kv_compute: int | None = None
+    block_kv_compute_in: int | None = None
+    block_q_dkv: int | None = None
+    block_kv_dkv: int | None = None
+    block_kv_dkv_compute: int | None = None
+    block_q_dq: int | None = None
+    block_kv_dq: int | None = None
+    use_fused_bwd_kernel: bool | None = None
+    heads_per_tile: int | None = None
+    vmem_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            size = getattr(self, field.name)
+            if field.name == "use_fused_bwd_kernel" or size is None:
+                continue
+            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"flash_block_sizes.{field.name}={size!r}: a whole number from 1")
+
+    @classmethod
+    def from_mapping(cls, sizes: Mapping[str, int | bool | None]) -> "FlashBlockSizes":
+        """The sizes of a YAML mapping; a key that nobody reads is refused."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(sizes) - known)
+        if unknown:
+            raise ValueError(f"flash_block_sizes has {unknown}: the keys are {sorted(known)}")
+        return cls(**sizes)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Everything about an attention that is not its name, its sizes or its mesh.
+
+    `flash_min_seq_length`: with fewer queries or keys the plan runs `dot_product` (and says so);
+    0 never does. `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
+    """
+
+    block_sizes: FlashBlockSizes = FlashBlockSizes()
+    use_base2_exp: bool = True
+    use_experimental_scheduler: bool = True
+    ulysses_attention_chunks: int = 1
+    flash_min_seq_length: int = 0
+    interpret: bool | None = None
+
+    def __post_init__(self) -> None:
+        chunks, shortest = self.ulysses_attention_chunks, self.flash_min_seq_length
+        if not isinstance(chunks, int) or chunks < 1:
+            raise ValueError(f"ulysses_attention_chunks={chunks!r}: a whole number from 1")
+        if not isinstance(shortest, int) or shortest < 0:
+            raise ValueError(f"flash_min_seq_length={shortest!r}: a whole number from 0")

@@ -1,0 +1,151 @@
+"""The plan of one attention: everything decided, called with arrays, printed at start-up."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from maxdiffusion.attention.exchanges import ByXla, Exchange
+from maxdiffusion.attention.geometry import Geometry
+from maxdiffusion.attention.keys import GlobalKeys
+from maxdiffusion.attention.on_device import DeviceKernel
+from maxdiffusion.attention.problem import AttentionProblem
+from maxdiffusion.kernels.splash import pad_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan:
+    """One attention, ready to run on global [B, S, N, H] arrays under `jax.set_mesh(mesh)`.
+
+    `name` is what was asked for, `runs` what is run (another name where the plan had a reason,
+    which `note` then gives).
+    """
+
+    name: str
+    runs: str
+    note: str
+    geometry: Geometry
+    mesh: Mesh
+    exchange: Exchange | ByXla
+    kernel: DeviceKernel
+
+    @property
+    def problem(self) -> AttentionProblem:
+        """The true sizes that this plan is for."""
+        return self.geometry.problem
+
+    @property
+    def padded_q_len(self) -> int:
+        """The query length with which a caller who pads once needs no more padding."""
+        return self.geometry.padded_q_len
+
+    @property
+    def padded_kv_len(self) -> int:
+        """The same for keys."""
+        return self.geometry.padded_kv_len
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        kv_mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B S N H"]:
+        """softmax(q k^T / sqrt(H)) v over the keys that count; a row without keys is zero."""
+        self._check(q, k, v, kv_mask)
+        if AxisType.Explicit not in self.mesh.axis_types:
+            return self._run(q, k, v, kv_mask)
+        return jax.sharding.auto_axes(
+            self._run, axes=self.mesh.axis_names, out_sharding=self._out_spec(q.shape[1])
+        )(q, k, v, kv_mask)
+
+    def _run(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        kv_mask: Bool[Array, "B T"] | None,
+    ) -> Float[Array, "B S N H"]:
+        q_len = q.shape[1]
+        q = pad_length(q, 1, self.padded_q_len)
+        k, v = (pad_length(part, 1, self.padded_kv_len) for part in (k, v))
+        if kv_mask is not None:
+            kv_mask = pad_length(kv_mask, 1, self.padded_kv_len)
+        if isinstance(self.exchange, ByXla):
+            out = self.exchange.run(q, k, v, kv_mask, self.geometry)
+        else:
+            out = self._on_devices(q, k, v, kv_mask)
+        if kv_mask is not None:
+            real = kv_mask[:, : self.problem.kv_len].any(axis=1)
+            out = jnp.where(real[:, None, None, None], out, 0)
+        return out[:, :q_len]
+
+    def _on_devices(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        kv_mask: Bool[Array, "B T"] | None,
+    ) -> Float[Array, "B S N H"]:
+        assert not isinstance(self.exchange, ByXla)
+        exchange, kernel, geometry = self.exchange, self.kernel, self.geometry
+        specs = (geometry.q_spec, geometry.kv_spec, geometry.kv_spec, geometry.mask_spec)
+
+        def local(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
+            keys = GlobalKeys(
+                true_length=geometry.problem.kv_len,
+                padded_length=geometry.padded_kv_len,
+                mask=mask,
+            )
+            return exchange(q, k, v, keys, kernel)
+
+        # Pallas calls carry no replication types, so shard_map cannot check them.
+        inside_set_mesh = not jax.sharding.get_abstract_mesh().empty
+        run = jax.shard_map(
+            local,
+            mesh=None if inside_set_mesh else self.mesh,
+            in_specs=specs,
+            out_specs=geometry.q_spec,
+            check_vma=False,
+        )
+        return run(q, k, v, kv_mask)
+
+    def _check(self, q: Array, k: Array, v: Array, kv_mask: Array | None) -> None:
+        problem = self.problem
+        for name, array, lengths in (
+            ("q", q, (problem.q_len, self.padded_q_len)),
+            ("k", k, (problem.kv_len, self.padded_kv_len)),
+            ("v", v, (problem.kv_len, self.padded_kv_len)),
+        ):
+            allowed = [
+                (problem.batch, length, problem.heads, problem.head_dim) for length in lengths
+            ]
+            if array.shape not in allowed:
+                raise ValueError(
+                    f"{name} has shape {array.shape}: this plan is for {allowed[0]}, "
+                    f"or {allowed[1]} if padded once. Plan again for other sizes."
+                )
+            if array.dtype != problem.dtype:
+                raise ValueError(
+                    f"{name} has dtype {array.dtype}: this plan is for {problem.dtype}. "
+                    "Cast it, or plan again."
+                )
+        if kv_mask is not None and kv_mask.shape != k.shape[:2]:
+            raise ValueError(
+                f"kv_mask has shape {kv_mask.shape}: it needs one row per batch element and one "
+                f"column per key, {k.shape[:2]}."
+            )
+
+    def _out_spec(self, q_len: int) -> PartitionSpec:
+        spec = self.geometry.q_spec
+        if q_len == self.padded_q_len:
+            return spec
+        return PartitionSpec(spec[0], None, *spec[2:])
+
+    def describe(self) -> str:
+        """What runs, and what it costs, in a few lines."""
+        from maxdiffusion.attention.description import describe_plan
+
+        return describe_plan(self)

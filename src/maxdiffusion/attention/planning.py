@@ -1,0 +1,119 @@
+"""From a name to a plan, or to a refusal with every reason."""
+
+import difflib
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from maxdiffusion.attention.exchanges import ByXla, Exchange, Stay
+from maxdiffusion.attention.geometry import Geometry, mesh_shape
+from maxdiffusion.attention.modes import ATTENTION_NAMES, DOT_PRODUCT, MODES, Mode
+from maxdiffusion.attention.on_device import KernelSite
+from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.plan import AttentionPlan
+from maxdiffusion.attention.problem import AttentionProblem
+from maxdiffusion.attention.refusal import UnsupportedAttention
+from maxdiffusion.runtime.problems import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockAttention:
+    """The two attentions of a transformer block: over its own tokens, and over text."""
+
+    self_attention: AttentionPlan
+    cross_attention: AttentionPlan
+
+    def describe(self) -> str:
+        """Both plans in words."""
+        return (
+            f"self-attention: {self.self_attention.describe()}\n"
+            f"cross-attention: {self.cross_attention.describe()}"
+        )
+
+
+def plan_attention(
+    name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
+) -> AttentionPlan:
+    """The plan of `name` for tokens that attend to tokens of the same split sequence."""
+    options = options or AttentionOptions()
+    mode = _mode(name)
+    geometry = Geometry(problem=problem, shape=mesh_shape(mesh))
+    note = _shortness(problem, options) if mode.gives_way else ""
+    runs = DOT_PRODUCT if note else name
+    exchange = MODES[runs].exchange(geometry.shape, options.ulysses_attention_chunks)
+    return _planned(name, runs, note, geometry, mesh, exchange, options)
+
+
+def plan_cross_attention(
+    name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
+) -> AttentionPlan:
+    """The plan of `name` for split tokens that attend to text, which every device has whole."""
+    options = options or AttentionOptions()
+    _mode(name)
+    geometry = Geometry(problem=problem, shape=mesh_shape(mesh), shared_keys=True)
+    note = "" if name == DOT_PRODUCT else _shortness(problem, options)
+    runs = DOT_PRODUCT if note else name
+    exchange = ByXla() if runs == DOT_PRODUCT else Stay()
+    return _planned(name, runs, note, geometry, mesh, exchange, options)
+
+
+def _mode(name: str) -> Mode:
+    if name in MODES:
+        return MODES[name]
+    near = difflib.get_close_matches(name, ATTENTION_NAMES, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    unknown = Problem(
+        name="attention",
+        value=name,
+        rule="no attention has this name",
+        remedy=f"{hint}The names are {', '.join(ATTENTION_NAMES)}",
+    )
+    raise UnsupportedAttention(name, [unknown])
+
+
+def _shortness(problem: AttentionProblem, options: AttentionOptions) -> str:
+    shortest = min(problem.q_len, problem.kv_len)
+    if shortest >= options.flash_min_seq_length:
+        return ""
+    return f"{shortest} tokens are fewer than flash_min_seq_length={options.flash_min_seq_length}"
+
+
+def _planned(
+    name: str,
+    runs: str,
+    note: str,
+    geometry: Geometry,
+    mesh: Mesh,
+    exchange: Exchange | ByXla,
+    options: AttentionOptions,
+) -> AttentionPlan:
+    problem = geometry.problem
+    sizes = exchange.kernel_sizes(geometry)
+    device = mesh.devices.flat[0]
+    site = KernelSite(
+        problems=sizes.problems,
+        q_len=sizes.q_len,
+        kv_len=sizes.kv_len,
+        head_dim=problem.head_dim,
+        dtype=problem.dtype,
+        scale=problem.scale,
+        context=geometry.shape.context,
+        ring=geometry.shape.ring,
+        platform=device.platform,
+        device_kind=device.device_kind,
+        options=options,
+    )
+    mode = MODES[runs]
+    kernel = (mode.cross if geometry.shared_keys else mode.kernel)(site)
+    problems = [*geometry.problems(), *kernel.limits()]
+    if problems:
+        raise UnsupportedAttention(name, problems)
+    return AttentionPlan(
+        name=name,
+        runs=runs,
+        note=note,
+        geometry=geometry,
+        mesh=mesh,
+        exchange=exchange,
+        kernel=kernel,
+    )
