@@ -1,0 +1,114 @@
+"""The UMT5 encoder against transformers' on the tiny checkpoint."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxdiffusion.mesh.axes import AXES
+from maxdiffusion.mesh.layout import parameter_sharding
+from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.umt5.relative_position import position_bias, relative_buckets
+
+ATOL = 1e-5  # float32, sums of up to 512 terms of size 4, two layers
+run = nnx.jit(lambda encoder, ids, mask: encoder(ids, mask))
+
+
+@pytest.fixture(scope="module")
+def encoder(load_encoder):
+    return load_encoder(jnp.float32)
+
+
+def test_buckets_are_those_of_transformers(golden):
+    ours = relative_buckets(golden["bucket_rel"], buckets=32, max_distance=128)
+    np.testing.assert_array_equal(ours, golden["bucket"])
+
+
+def test_position_bias_of_the_second_layer(encoder, golden):
+    table = encoder.blocks.attention.position_table[...][1]
+    ours = position_bias(table, 16, encoder.config)
+    np.testing.assert_array_equal(ours, golden["position_bias_16"][0])
+
+
+def test_first_block(encoder, golden):
+    structure, layers = nnx.split(encoder.blocks)
+    block = nnx.merge(structure, jax.tree.map(lambda stacked: stacked[0], layers))
+    ids, mask = golden["input_ids"][:4], golden["attention_mask"][:4].astype(bool)
+    hidden = encoder.embedding[...][ids]
+    attended = hidden + block.attention(block.attention_norm(hidden), mask)
+    zeroed = mask[..., None]
+    np.testing.assert_allclose(attended * zeroed, golden["block0_attn"], rtol=0, atol=ATOL)
+    np.testing.assert_allclose(block(hidden, mask) * zeroed, golden["block0"], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("length", [28, 64, 128, 512])
+def test_embeddings_at_any_padded_length(encoder, golden, length):
+    assert golden["lens"][:4].max() <= 28
+    ids, mask = golden["input_ids"][:4, :length], golden["attention_mask"][:4, :length]
+    embeddings = np.asarray(run(encoder, ids, mask))
+    expected = golden["prompt_embeds"]
+    np.testing.assert_allclose(embeddings, expected[:, :length], rtol=0, atol=ATOL)
+    assert not embeddings[mask == 0].any()
+    assert not expected[:, length:].any()
+
+
+def test_a_text_of_full_length(encoder, golden):
+    assert golden["lens"][4] == 512
+    embeddings = run(encoder, golden["input_ids"][4:], golden["attention_mask"][4:])
+    np.testing.assert_allclose(embeddings, golden["prompt_embeds_truncated"], rtol=0, atol=ATOL)
+
+
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(load_encoder, golden):
+    half = load_encoder(jnp.bfloat16)
+    embeddings = run(half, golden["input_ids"][:4, :64], golden["attention_mask"][:4, :64])
+    assert embeddings.dtype == jnp.bfloat16
+    exact = golden["prompt_embeds"][:, :64]
+    ours = np.abs(np.asarray(embeddings, np.float32) - exact)
+    theirs = np.abs(golden["prompt_embeds_bf16"][:, :64] - exact)
+    # Values up to 4 have a spacing of 2^-6 in bfloat16; two roundings may fall on either side.
+    assert ours.max() <= theirs.max() + 2**-6
+    assert ours.mean() <= 1.25 * theirs.mean()
+
+
+def test_a_text_without_tokens_is_zero(encoder):
+    nothing = np.zeros((1, 8), np.int32)
+    assert not np.asarray(run(encoder, nothing, nothing)).any()
+
+
+def test_tensor_parallel_weights_give_the_same_embeddings(encoder, golden):
+    mesh = jax.make_mesh(
+        (1, 2, 1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
+    )
+    structure, state = nnx.split(encoder)
+    split = jax.tree.map(
+        lambda leaf: leaf.replace(
+            jax.device_put(
+                leaf[...], parameter_sharding(mesh, leaf.get_metadata("dims"), leaf.shape)
+            )
+        ),
+        state,
+        is_leaf=lambda node: isinstance(node, nnx.Variable),
+    )
+    q = nnx.merge(structure, split).blocks.attention.q.kernel[...]
+    assert q.addressable_shards[0].data.shape == (2, 32, 16)
+    ids, mask = golden["input_ids"][:4, :64], golden["attention_mask"][:4, :64]
+    with jax.set_mesh(mesh):
+        embeddings = jax.jit(lambda state, ids, mask: nnx.merge(structure, state)(ids, mask))(
+            split, ids, mask
+        )
+    np.testing.assert_allclose(embeddings, golden["prompt_embeds"][:, :64], rtol=0, atol=ATOL)
+
+
+def test_fresh_parameters_have_the_asked_dtype_and_differ_between_layers():
+    small = Umt5Config(
+        vocab=11, width=16, head_dim=4, mlp_width=24, layers=3, heads=2, buckets=8, max_distance=16
+    )
+    fresh = Umt5Encoder(small, dtype=jnp.bfloat16, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
+    kernels = fresh.blocks.mlp.gate.kernel[...]
+    assert kernels.shape == (3, 16, 24)
+    assert kernels.dtype == jnp.float32
+    assert not np.array_equal(kernels[0], kernels[1])
+    embeddings = fresh(jnp.ones((1, 4), jnp.int32), jnp.ones((1, 4), jnp.int32))
+    assert embeddings.dtype == jnp.bfloat16
+    assert np.isfinite(np.asarray(embeddings, np.float32)).all()
