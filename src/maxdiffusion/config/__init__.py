@@ -1,1 +1,6 @@
+"""From YAML files and `key=value` overrides to one checked, unchanging config."""
 
+from maxdiffusion.config.config import Config, without_meaning
+from maxdiffusion.config.loading import Reading, load_config, read_config
+
+__all__ = ["Config", "Reading", "load_config", "read_config", "without_meaning"]

@@ -1,0 +1,29 @@
+"""Keys of training data: accepted, without meaning for generation."""
+
+from maxdiffusion.config.kinds import Boolean, Integer, Text
+from maxdiffusion.config.schema import unused
+
+KEYS = (
+    unused("dataset_name", Text(), "", "Data set, as a hub id or a path."),
+    unused("dataset_type", Text(), "tfrecord", "How data is stored."),
+    unused("dataset_config_name", Text(), "", "Configuration of a hub data set."),
+    unused("dataset_save_location", Text(), "", "Folder of prepared data."),
+    unused("train_split", Text(), "train", "Split of a hub data set."),
+    unused("train_data_dir", Text(), "", "Folder of training records."),
+    unused("cache_latents_text_encoder_outputs", Boolean(), True, "Train on prepared latents."),
+    unused("load_tfrecord_cached", Boolean(), True, "Read records that were prepared."),
+    unused("tfrecords_dir", Text(), "", "Folder that records are written to."),
+    unused("no_records_per_shard", Integer(minimum=0), 0, "Records per file."),
+    unused("hf_data_dir", Text(), "", "Folder of a hub data set."),
+    unused("hf_train_files", Text(), "", "Files of a hub data set."),
+    unused("hf_access_token", Text(), "", "Token for a hub data set."),
+    unused("image_column", Text(), "image", "Column of images."),
+    unused("caption_column", Text(), "text", "Column of captions."),
+    unused("resolution", Integer(minimum=1), 1024, "Size of training images."),
+    unused("center_crop", Boolean(), False, "Crop images at their centre."),
+    unused("random_flip", Boolean(), False, "Mirror images at random."),
+    unused("tokenize_captions_num_proc", Integer(minimum=1), 4, "Processes that tokenize."),
+    unused("transform_images_num_proc", Integer(minimum=1), 4, "Processes that resize."),
+    unused("reuse_example_batch", Boolean(), False, "Train on the first batch again and again."),
+    unused("enable_data_shuffling", Boolean(), True, "Shuffle the data."),
+)

@@ -1,0 +1,108 @@
+"""Keys about config files, the start of the program and its caches."""
+
+from maxdiffusion.config.kinds import Boolean, Choice, Integer, Nullable, Text
+from maxdiffusion.config.schema import refused, unused, used
+
+ONE_PROCESS = "Run one process with all of its devices and leave this key out"
+
+FILES = (
+    used(
+        "base_config",
+        Nullable(Text()),
+        None,
+        "Another YAML file, relative to this one, whose values hold where this one says nothing.",
+    ),
+    used(
+        "print_config",
+        Boolean(),
+        False,
+        "Print the resolved config with the source of each value, and stop.",
+    ),
+)
+
+KEYS = (
+    used(
+        "jax_cache_dir",
+        Text(),
+        "",
+        "Folder of jax's persistent compilation cache; empty = none.",
+    ),
+    refused(
+        "aot_cache_dir",
+        Text(),
+        "",
+        "Folder of compiled programs that a later run starts from; empty = none.",
+        way_out="Set jax_cache_dir instead, which keeps compiled programs too",
+    ),
+    refused(
+        "compile_topology_num_slices",
+        Integer(minimum=1, special=(-1,)),
+        -1,
+        "Number of slices to compile for, without having them; -1 = those that are there.",
+        way_out="Leave it at -1",
+    ),
+    refused(
+        "jax_coordinator_address",
+        Text(),
+        "",
+        "host:port of the first process of a job with several; empty = found by jax.",
+        way_out=ONE_PROCESS,
+    ),
+    refused(
+        "jax_num_processes",
+        Nullable(Integer(minimum=1)),
+        None,
+        "Number of processes of a job with several; null = found by jax.",
+        way_out=ONE_PROCESS,
+    ),
+    refused(
+        "jax_process_id",
+        Nullable(Integer(minimum=0)),
+        None,
+        "Which process of a job with several this one is; null = found by jax.",
+        way_out=ONE_PROCESS,
+    ),
+    unused(
+        "skip_jax_distributed_system",
+        Boolean(),
+        False,
+        "Do not join processes into one job; this program starts as one process.",
+    ),
+    unused("hardware", Text(), "tpu", "Kind of device; jax finds it by itself."),
+    refused(
+        "enable_profiler",
+        Boolean(),
+        False,
+        "Write a profile of a few denoise steps.",
+        way_out="Leave it false; timing_file has the seconds of every step",
+    ),
+    unused(
+        "skip_first_n_steps_for_profiler",
+        Integer(minimum=0),
+        5,
+        "Denoise steps before the profile begins.",
+    ),
+    unused("profiler_steps", Integer(minimum=1), 10, "Denoise steps in the profile."),
+    unused(
+        "enable_jax_named_scopes",
+        Boolean(),
+        False,
+        "Finer names in a profile; names are always given here.",
+    ),
+    refused(
+        "enable_ml_diagnostics",
+        Boolean(),
+        False,
+        "Report the run to Google Cloud ML diagnostics.",
+        way_out="Leave it false",
+    ),
+    unused("profiler_gcs_path", Text(), "", "Where ML diagnostics keeps profiles."),
+    unused("enable_ondemand_xprof", Boolean(), False, "Let ML diagnostics ask for profiles."),
+    refused(
+        "weight_placement",
+        Choice(("auto", "replicate", "shard")),
+        "auto",
+        "How weights lie on devices; auto = as the fsdp and tensor sizes say.",
+        way_out="Leave it at 'auto' and set ici_fsdp_parallelism or ici_tensor_parallelism",
+    ),
+)
