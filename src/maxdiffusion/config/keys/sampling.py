@@ -9,8 +9,8 @@ PROMPT = (
 )
 NEGATIVE_PROMPT = (
     "overexposed, washed-out colours, frozen motion, out of focus, captions, watermark, "
-    "compression artefacts, low resolution, malformed hands, extra fingers, distorted faces, cluttered "
-    "background, people walking backwards"
+    "compression artefacts, low resolution, malformed hands, extra fingers, distorted faces, "
+    "cluttered background, people walking backwards"
 )
 
 KEYS = (
