@@ -1,0 +1,207 @@
+"""The WAN 2.1 video autoencoder over [B F Y X C].
+
+    video 1 + 4n frames --encoder--> moments --mode--> latents 1 + n frames, 1/8 height and width
+    latents --decoder--> video in [-1, 1]
+
+Both directions run in chunks of latent frames: the first chunk takes the first frame and what does
+not fill a chunk, the others follow in a scan that carries what every layer has seen. The result is
+the same for every chunk size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from maxdiffusion.models.vae.config import WanVaeConfig
+from maxdiffusion.models.vae.convolution import Numerics, Pointwise
+from maxdiffusion.models.vae.decoder import Decoder
+from maxdiffusion.models.vae.encoder import Encoder
+from maxdiffusion.models.vae.sharding import SpatialSharding
+from maxdiffusion.models.vae.tiling import Tiling, map_tiles
+from maxdiffusion.runtime.problems import Problem, ProblemsFound
+
+WHOLE = SpatialSharding()
+ALL_FRAMES = -1
+# step(chunk, past) -> (result, past for the next chunk)
+Step = Callable[[Array, Any], tuple[Array, Any]]
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["moments"], meta_fields=[])
+@dataclass(frozen=True)
+class LatentDistribution:
+    """The normal distribution of latents that a video is encoded to."""
+
+    moments: Float[Array, "B F Y X K"]  # means, then logarithms of variances
+
+    @property
+    def mean(self) -> Float[Array, "B F Y X C"]:
+        """The most likely latents."""
+        return jnp.split(self.moments, 2, axis=-1)[0]
+
+    @property
+    def log_variance(self) -> Float[Array, "B F Y X C"]:
+        """Logarithms of the variances, kept within [-30, 20]."""
+        return jnp.clip(jnp.split(self.moments, 2, axis=-1)[1], -30.0, 20.0)
+
+    def sample(self, key: PRNGKeyArray) -> Float[Array, "B F Y X C"]:
+        """Latents drawn from the distribution."""
+        noise = jax.random.normal(key, self.mean.shape, self.mean.dtype)
+        return self.mean + jnp.exp(0.5 * self.log_variance) * noise
+
+
+class WanVae(nnx.Module):
+    """Encodes video to latents and decodes latents to video."""
+
+    def __init__(
+        self,
+        config: WanVaeConfig,
+        *,
+        dtype: DTypeLike = jnp.float32,
+        param_dtype: DTypeLike = jnp.float32,
+        rngs: nnx.Rngs,
+    ):
+        numerics = Numerics(dtype=dtype, param_dtype=param_dtype, rngs=rngs)
+        self.config = config
+        self.dtype = dtype
+        self.encoder = Encoder(config, numerics)
+        self.quant_conv = Pointwise((1, 1, 1, 2 * config.z_dim, 2 * config.z_dim), numerics)
+        self.post_quant_conv = Pointwise((1, 1, 1, config.z_dim, config.z_dim), numerics)
+        self.decoder = Decoder(config, numerics)
+
+    def encode(
+        self,
+        video: Float[Array, "B F Y X C"],
+        *,
+        chunk: int = 1,
+        tiling: Tiling | None = None,
+        sharding: SpatialSharding = WHOLE,
+    ) -> LatentDistribution:
+        """The distribution of the latents of a video in [-1, 1].
+
+        It is run `chunk` latent frames at a time (-1: all), in tiles or, with None, frames whole.
+        """
+        config = self.config
+        _check_shape("video", video.shape, config.in_channels)
+        _check_sides(video.shape, config.spatial_factor)
+        latent_frames = config.latent_frames(video.shape[1])
+        first, chunk = _chunks(latent_frames, chunk)
+        first, chunk = config.video_frames(first), chunk * config.temporal_factor
+
+        def run(x: Array) -> Array:
+            height, width = (size // config.spatial_factor for size in x.shape[2:4])
+            split = sharding.resized(height=height, width=width)
+            return run_in_chunks(partial(self._encoder_step, split), x, first=first, chunk=chunk)
+
+        video = video.astype(self.dtype)
+        if tiling is None or tiling.covers(video.shape[2], video.shape[3]):
+            return LatentDistribution(self.quant_conv(run(video)))
+        tiles = map_tiles(lambda x: self.quant_conv(run(x)), tiling.cut(video))
+        return LatentDistribution(tiling.in_latents(config.spatial_factor).join(tiles))
+
+    def decode(
+        self,
+        latents: Float[Array, "B F Y X C"],
+        *,
+        chunk: int = 1,
+        tiling: Tiling | None = None,
+        sharding: SpatialSharding = WHOLE,
+    ) -> Float[Array, "B f y x C"]:
+        """The video, in [-1, 1], of denormalised latents.
+
+        It is run `chunk` latent frames at a time (-1: all), in tiles or, with None, frames whole.
+        """
+        _check_shape("latents", latents.shape, self.config.z_dim)
+        first, chunk = _chunks(latents.shape[1], chunk)
+
+        def run(x: Array) -> Array:
+            split = sharding.resized(height=x.shape[2], width=x.shape[3])
+            return run_in_chunks(partial(self._decoder_step, split), x, first=first, chunk=chunk)
+
+        x = self.post_quant_conv(latents.astype(self.dtype))
+        in_latents = None if tiling is None else tiling.in_latents(self.config.spatial_factor)
+        if tiling is None or in_latents is None or in_latents.covers(x.shape[2], x.shape[3]):
+            return jnp.clip(run(x), -1.0, 1.0)
+        return jnp.clip(tiling.join(map_tiles(run, in_latents.cut(x))), -1.0, 1.0)
+
+    def normalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
+        """Encoded latents with the mean 0 and deviation 1 that the transformer works on."""
+        mean, std = self._statistics()
+        return (latents.astype(jnp.float32) - mean) / std
+
+    def denormalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
+        """Latents of the transformer with the mean and deviation that `decode` takes."""
+        mean, std = self._statistics()
+        return latents.astype(jnp.float32) * std + mean
+
+    def _statistics(self) -> tuple[Array, Array]:
+        config = self.config
+        return jnp.array(config.latents_mean, jnp.float32), jnp.array(
+            config.latents_std, jnp.float32
+        )
+
+    def _encoder_step(self, sharding: SpatialSharding, x: Array, past: Any) -> tuple[Array, Any]:
+        y, past = self.encoder(x, past, sharding)
+        return y, jax.tree.map(sharding.constrain, past)
+
+    def _decoder_step(self, sharding: SpatialSharding, x: Array, past: Any) -> tuple[Array, Any]:
+        y, past = self.decoder(x, past, sharding)
+        return y, jax.tree.map(sharding.constrain, past)
+
+
+def run_in_chunks(
+    step: Step, x: Float[Array, "B F Y X C"], *, first: int, chunk: int
+) -> Float[Array, "B f y x D"]:
+    """`step` of the `first` frames, then of all others, `chunk` at a time in one scan."""
+    y, past = step(x[:, :first], None)
+    count = (x.shape[1] - first) // chunk
+    assert first + count * chunk == x.shape[1], (x.shape, first, chunk)
+    if count == 0:
+        return y
+    if count == 1:
+        rest, _ = step(x[:, first:], past)
+        return jnp.concatenate([y, rest], axis=1)
+    batch, _, *frame = x.shape
+    chunks = jnp.moveaxis(x[:, first:].reshape(batch, count, chunk, *frame), 1, 0)
+    _, results = lax.scan(lambda past, frames: step(frames, past)[::-1], past, chunks)
+    rest = jnp.moveaxis(results, 0, 1)
+    return jnp.concatenate([y, rest.reshape(batch, -1, *rest.shape[3:])], axis=1)
+
+
+def _chunks(latent_frames: int, chunk: int) -> tuple[int, int]:
+    """Latent frames of the first chunk and of all others; the first takes the remainder."""
+    if chunk != ALL_FRAMES and chunk < 1:
+        rule = "latent frames run at a time: a whole number from 1, or -1 for all"
+        raise ProblemsFound([Problem(name="chunk", value=chunk, rule=rule, remedy="Use 1")])
+    if chunk == ALL_FRAMES or chunk >= latent_frames:
+        return latent_frames, latent_frames
+    return 1 + (latent_frames - 1) % chunk, chunk
+
+
+def _check_shape(name: str, shape: tuple[int, ...], channels: int) -> None:
+    if len(shape) != 5 or shape[-1] != channels or 0 in shape:
+        rule = f"must be [batch, frames, height, width, {channels}]"
+        remedy = "Move the channels to the last dimension"
+        raise ProblemsFound([Problem(name=f"{name}.shape", value=shape, rule=rule, remedy=remedy)])
+
+
+def _check_sides(shape: tuple[int, ...], factor: int) -> None:
+    problems = [
+        Problem(
+            name=f"video {side}",
+            value=size,
+            rule=f"must be a multiple of {factor}, the pixels of one latent",
+            remedy=f"Use {max(1, size // factor) * factor}",
+        )
+        for side, size in zip(("height", "width"), shape[2:4], strict=True)
+        if size % factor
+    ]
+    if problems:
+        raise ProblemsFound(problems)

@@ -1,0 +1,139 @@
+"""How frames are cut into rows and columns of devices."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from maxdiffusion.runtime.problems import Problem, ProblemsFound
+
+AXES = ("batch", "redundant", "rows", "columns")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpatialSharding:
+    """Frames in rows x columns of equal pieces; the default keeps them whole, on one device.
+
+    `height` and `width` are those of a latent frame. The pieces stay equal at every resolution,
+    because all others are whole multiples of it.
+    """
+
+    mesh: Mesh | None = None
+    asked: int = 1  # devices that should share a frame
+    height: int = 0
+    width: int = 0
+
+    @classmethod
+    def over(
+        cls, devices: Sequence[jax.Device], vae_spatial: int, *, batch: int, height: int, width: int
+    ) -> Self:
+        """The finest equal split of a latent frame over `vae_spatial` devices (-1: all of them).
+
+        Devices keep their order, so the result works in one program with any other mesh over them.
+        Devices beyond those that share a frame take other videos of the batch, or repeat the work.
+        """
+        count = len(devices)
+        asked = count if vae_spatial == -1 else vae_spatial
+        if asked < 1 or count % asked:
+            raise ProblemsFound([_not_a_divisor(vae_spatial, count)])
+        rows, columns = split(asked, height, width)
+        replicas = count // (rows * columns)
+        videos = math.gcd(replicas, batch)
+        grid = np.array(devices).reshape(videos, replicas // videos, rows, columns)
+        mesh = Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+        return cls(mesh=mesh, asked=asked, height=height, width=width)
+
+    @property
+    def rows(self) -> int:
+        """Into how many pieces the height is cut."""
+        return 1 if self.mesh is None else self.mesh.shape["rows"]
+
+    @property
+    def columns(self) -> int:
+        """Into how many pieces the width is cut."""
+        return 1 if self.mesh is None else self.mesh.shape["columns"]
+
+    def resized(self, *, height: int, width: int) -> "SpatialSharding":
+        """The split for latent frames of another size, over the same devices."""
+        if self.mesh is None or (height, width) == (self.height, self.width):
+            return self
+        devices = self.mesh.devices.flatten().tolist()
+        batch = self.mesh.shape["batch"]
+        return SpatialSharding.over(devices, self.asked, batch=batch, height=height, width=width)
+
+    def constrain(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
+        """The frames, each cut into its pieces."""
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        if x.shape[2] % self.rows or x.shape[3] % self.columns:
+            raise ProblemsFound([self._does_not_fit(x.shape[2], x.shape[3])])
+        return self._place(x, PartitionSpec("batch", None, "rows", "columns"))
+
+    def gather(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
+        """The frames, each whole on every device."""
+        if self.mesh is None or self.mesh.size == 1:
+            return x
+        return self._place(x, PartitionSpec("batch"))
+
+    def describe(self) -> str:
+        """One line: the pieces, the devices, and why they are fewer than asked for."""
+        if self.mesh is None:
+            return "VAE: frames whole, on one device"
+        pieces = self.rows * self.columns
+        size = f"{self.height // self.rows}x{self.width // self.columns}"
+        line = (
+            f"VAE: latent frames of {self.height}x{self.width} in {self.rows}x{self.columns} "
+            f"pieces of {size} on {self.mesh.size} devices"
+        )
+        if pieces < self.asked:
+            line += f"; {self.asked} devices were asked for, {pieces} is the finest equal split"
+        if self.mesh.shape["batch"] > 1:
+            line += f"; {self.mesh.shape['batch']} videos of the batch at a time"
+        if self.mesh.shape["redundant"] > 1:
+            line += f"; every piece is computed by {self.mesh.shape['redundant']} devices"
+        return line
+
+    def _place(self, x: Array, spec: PartitionSpec) -> Array:
+        assert self.mesh is not None
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+    def _does_not_fit(self, height: int, width: int) -> Problem:
+        return Problem(
+            name="frame size",
+            value=(height, width),
+            rule=f"the split is {self.rows}x{self.columns}, made for latents of "
+            f"{self.height}x{self.width}, and does not divide it",
+            remedy="Make the SpatialSharding for the size that is run",
+        )
+
+
+def split(devices: int, height: int, width: int) -> tuple[int, int]:
+    """Rows and columns of the finest equal split whose piece count divides `devices`.
+
+    Among equally fine ones, the one that exchanges the fewest pixels along the cuts.
+    """
+    grids = [
+        (rows, columns)
+        for rows in range(1, devices + 1)
+        for columns in range(1, devices // rows + 1)
+        if devices % (rows * columns) == 0 and height % rows == 0 and width % columns == 0
+    ]
+
+    def border(rows: int, columns: int) -> float:
+        return (rows > 1) * width / columns + (columns > 1) * height / rows
+
+    return min(grids, key=lambda grid: (-grid[0] * grid[1], border(*grid), grid))
+
+
+def _not_a_divisor(vae_spatial: int, count: int) -> Problem:
+    return Problem(
+        name="vae_spatial",
+        value=vae_spatial,
+        rule=f"must divide the number of devices, {count}, or be -1 for all of them",
+        remedy=f"Use one of {[size for size in range(1, count + 1) if count % size == 0]}",
+    )
