@@ -1,6 +1,6 @@
 """A table from the tensors of a diffusers checkpoint to the parameters of a model, and back."""
 
-import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +11,20 @@ LAYER = "{layer}"
 
 
 class Transform(Protocol):
-    """An invertible rearrangement of one tensor; it moves values and never changes them."""
+    """An invertible rearrangement of one tensor; it moves values and never changes them.
+
+    `apply` also works on a part of the tensor, as long as the last dimension of the parameter is
+    cut at multiples of `unit`; that is what lets a process read only the slices it holds.
+    """
+
+    @property
+    def unit(self) -> int:
+        """How many neighbours in the last dimension of the parameter are rearranged together."""
+        ...
+
+    def dimensions(self, rank: int) -> tuple[int | None, ...]:
+        """Which dimension of the parameter (of `rank`) each one of the tensor is; None: dropped."""
+        ...
 
     def apply(self, source: np.ndarray) -> np.ndarray:
         """The parameter made from a checkpoint tensor."""
@@ -26,6 +39,11 @@ class Transform(Protocol):
 class Keep:
     """Leaves the tensor as it is."""
 
+    unit = 1
+
+    def dimensions(self, rank: int) -> tuple[int | None, ...]:
+        return tuple(range(rank))
+
     def apply(self, source: np.ndarray) -> np.ndarray:
         return source
 
@@ -38,6 +56,11 @@ class Permute:
     """Reorders dimensions: a torch Linear [out, in] becomes [in, out] with order (1, 0)."""
 
     order: tuple[int, ...]
+    unit = 1
+
+    def dimensions(self, rank: int) -> tuple[int | None, ...]:
+        assert rank == len(self.order), (rank, self.order)
+        return tuple(self.order.index(dimension) for dimension in range(rank))
 
     def apply(self, source: np.ndarray) -> np.ndarray:
         return source.transpose(self.order)
@@ -51,12 +74,22 @@ class DropOnes:
     """Drops dimensions of size one: a gain [C, 1, 1, 1] becomes [C]."""
 
     shape: tuple[int, ...]  # of the checkpoint tensor, with -1 for the one free dimension
+    unit = 1
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """The dimensions of the checkpoint tensor that the parameter lacks."""
+        return tuple(dimension for dimension, size in enumerate(self.shape) if size == 1)
+
+    def dimensions(self, rank: int) -> tuple[int | None, ...]:
+        kept = iter(range(rank))
+        return tuple(None if size == 1 else next(kept) for size in self.shape)
 
     def apply(self, source: np.ndarray) -> np.ndarray:
-        return source.reshape([size for size in source.shape if size != 1] or [1])
+        return source.squeeze(self.dropped)
 
     def invert(self, parameter: np.ndarray) -> np.ndarray:
-        return parameter.reshape(self.shape)
+        return np.expand_dims(parameter, self.dropped)
 
 
 @dataclass(frozen=True)
@@ -70,17 +103,26 @@ class RopeHalves:
     head_dim: int
     before: Transform = field(default_factory=Keep)
 
+    @property
+    def unit(self) -> int:
+        return self.head_dim
+
+    def dimensions(self, rank: int) -> tuple[int | None, ...]:
+        return self.before.dimensions(rank)
+
     def apply(self, source: np.ndarray) -> np.ndarray:
-        rearranged = self.before.apply(source)
-        *lead, features = rearranged.shape
-        pairs = rearranged.reshape(*lead, features // self.head_dim, self.head_dim // 2, 2)
-        return np.ascontiguousarray(pairs.swapaxes(-1, -2)).reshape(rearranged.shape)
+        return self._swap(self.before.apply(source), (self.head_dim // 2, 2))
 
     def invert(self, parameter: np.ndarray) -> np.ndarray:
-        *lead, features = parameter.shape
-        halves = parameter.reshape(*lead, features // self.head_dim, 2, self.head_dim // 2)
-        pairs = np.ascontiguousarray(halves.swapaxes(-1, -2)).reshape(parameter.shape)
-        return self.before.invert(pairs)
+        return self.before.invert(self._swap(parameter, (2, self.head_dim // 2)))
+
+    def _swap(self, array: np.ndarray, split: tuple[int, int]) -> np.ndarray:
+        """`array` with each head read as a matrix of shape `split` and transposed."""
+        heads = (*array.shape[:-1], array.shape[-1] // self.head_dim)
+        # Same memory order as `array`, so that a transposed Linear is copied row by row.
+        swapped = np.empty_like(array)
+        swapped.reshape(*heads, *split[::-1])[...] = array.reshape(*heads, *split).swapaxes(-1, -2)
+        return swapped
 
 
 LINEAR = Permute((1, 0))
@@ -110,6 +152,12 @@ class Entry:
             return (self.source,)
         return tuple(self.source.replace(LAYER, str(layer)) for layer in range(layers))
 
+    def source_shape(self, parameter_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of each checkpoint tensor of a parameter of `parameter_shape`."""
+        shape = parameter_shape[1:] if self.stacked else parameter_shape
+        dimensions = self.transform.dimensions(len(shape))
+        return tuple(1 if dimension is None else shape[dimension] for dimension in dimensions)
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointMap:
@@ -118,13 +166,29 @@ class CheckpointMap:
     entries: tuple[Entry, ...]
     layers: int = 0
     ignored: tuple[str, ...] = ()  # regular expressions of checkpoint names without a meaning here
-    aliases: tuple[tuple[str, str], ...] = ()  # (other spelling, name in the entries), regex -> text
+    aliases: tuple[
+        tuple[str, str], ...
+    ] = ()  # (other spelling, name in the entries), regex -> text
 
     def __post_init__(self) -> None:
-        for kind in ("parameter", "source"):
-            seen = [getattr(entry, kind) for entry in self.entries]
-            twice = sorted({name for name in seen if seen.count(name) > 1})
-            assert not twice, f"{kind} listed twice: {twice}"
+        for names in (self.parameters, [entry.source for entry in self.entries]):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            assert not twice, f"listed twice: {twice}"
+
+    @property
+    def parameters(self) -> list[str]:
+        """The dotted paths of all parameters."""
+        return [entry.parameter for entry in self.entries]
+
+    def canonical(self, name: str) -> str:
+        """The name that the entries use for the checkpoint tensor `name`."""
+        for pattern, text in self.aliases:
+            name = re.sub(rf"\A(?:{pattern})\Z", text, name)
+        return name
+
+    def ignores(self, name: str) -> bool:
+        """Whether a checkpoint tensor of this name may be left aside."""
+        return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 def linear(parameter: str, source: str, *, bias: bool = True) -> Iterable[Entry]:
@@ -132,8 +196,3 @@ def linear(parameter: str, source: str, *, bias: bool = True) -> Iterable[Entry]
     yield Entry(parameter=f"{parameter}.kernel", source=f"{source}.weight", transform=LINEAR)
     if bias:
         yield Entry(parameter=f"{parameter}.bias", source=f"{source}.bias")
-
-
-def parameter_count(shape: tuple[int, ...]) -> int:
-    """How many numbers a tensor of `shape` holds."""
-    return math.prod(shape)
