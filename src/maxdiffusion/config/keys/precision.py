@@ -3,7 +3,7 @@
 from maxdiffusion.config.kinds import Choice
 from maxdiffusion.config.schema import refused, used
 
-DTYPES = Choice(("float32", "bfloat16", "float16"))
+DTYPES = Choice(("float32", "bfloat16"))
 
 KEYS = (
     used(

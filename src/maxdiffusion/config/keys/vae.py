@@ -12,11 +12,11 @@ KEYS = (
         1,
         "Latent frames decoded at once; -1 = all. The video is the same for any value.",
     ),
-    used(
+    unused(
         "vae_encode_chunk",
         Integer(minimum=4, step=4, special=(-1,)),
         4,
-        "Frames encoded at once; -1 = all. The latents are the same for any value.",
+        "Frames encoded at once; -1 = all. Text-to-video encodes none.",
     ),
     used(
         "vae_spatial",

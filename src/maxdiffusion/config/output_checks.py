@@ -1,0 +1,66 @@
+"""Checks of what a job writes: names, folders, and how the VAE cuts frames."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from string import Formatter
+
+from maxdiffusion.config.config import Config
+from maxdiffusion.runtime.problems import Problem
+
+NAME_FIELDS = frozenset({"seed", "i"})
+
+
+def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
+    """Problems with the names and folders of the files; `videos` is how many there will be."""
+    yield from name_problems(config.output_name, videos)
+    for name in ("output_dir", "timing_file"):
+        value = config.values[name]
+        if "://" in value:
+            rule, remedy = "must be a path on a disk", "Write to a disk and copy from there"
+            yield Problem(name=name, value=value, rule=rule, remedy=remedy)
+    if not config.output_dir or (Path(config.output_dir).exists() and not is_folder(config)):
+        rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
+        yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
+
+
+def is_folder(config: Config) -> bool:
+    """Whether the output folder is one."""
+    return Path(config.output_dir).is_dir()
+
+
+def name_problems(pattern: str, videos: int | None) -> Iterator[Problem]:
+    """Problems with the pattern for the names of videos."""
+
+    def wrong(rule: str) -> Problem:
+        remedy = "Use a name like wan_output_{seed}_{i}.mp4"
+        return Problem(name="output_name", value=pattern, rule=rule, remedy=remedy)
+
+    try:
+        parts = list(Formatter().parse(pattern))
+    except ValueError:
+        yield wrong("braces must enclose seed or i")
+        return
+    fields = {field for _, field, _, _ in parts if field is not None}
+    if not fields <= NAME_FIELDS or any(spec or conversion for _, _, spec, conversion in parts):
+        yield wrong("knows {seed} and {i} only")
+    if "i" not in fields and videos != 1:
+        yield wrong("must hold {i}, so that several videos get several names")
+    if PurePath(pattern).name != pattern or PurePath(pattern).suffix != ".mp4":
+        yield wrong("must be a file name without folders that ends in .mp4")
+
+
+def vae_problems(config: Config, devices: int) -> Iterator[Problem]:
+    """Problems with how the VAE cuts frames into tiles and over devices."""
+    for side in ("height", "width"):
+        tile = config.values[f"vae_tile_{side}"]
+        stride = config.values[f"vae_tile_stride_{side}"]
+        if stride > tile:
+            rule = f"must not exceed vae_tile_{side}={tile}, or pixels are left out"
+            remedy = f"Use at most {tile}"
+            name = f"vae_tile_stride_{side}"
+            yield Problem(name=name, value=stride, rule=rule, remedy=remedy)
+    if config.vae_spatial != -1 and devices % config.vae_spatial:
+        fitting = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        rule = f"must divide the {devices} devices"
+        remedy = f"Use one of {fitting}, or -1 for all"
+        yield Problem(name="vae_spatial", value=config.vae_spatial, rule=rule, remedy=remedy)
