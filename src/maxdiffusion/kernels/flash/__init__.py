@@ -1,0 +1,62 @@
+"""Our Pallas TPU flash attention: one device, [B, S, N, H] in and out.
+
+blocks     FlashBlocks: tile sizes and their rules      options  FlashOptions: softmax, exponent, ...
+shape      FlashShape: sizes of a call                  checks   plan_kernel: refuse or plan
+vmem       VMEM need by arithmetic                      fixed_m  bound, gate, key smoothing
+inputs     layouts, key lengths and masks               call     the pallas_call
+body       what one grid step does                      reference  the same in dense float32
+"""
+
+from maxdiffusion.kernels.flash.api import Partials, flash_attention, flash_attention_partials
+from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
+from maxdiffusion.kernels.flash.checks import plan_kernel
+from maxdiffusion.kernels.flash.fixed_m import (
+    FixedMBounds,
+    FixedMNorms,
+    Keys,
+    KeyTotal,
+    fixed_m_bounds,
+    gate_heads,
+    key_total,
+    measure_norms,
+    smooth_keys,
+)
+from maxdiffusion.kernels.flash.options import (
+    Exponent,
+    FixedM,
+    FlashOptions,
+    Gate,
+    Online,
+    Scheduler,
+)
+from maxdiffusion.kernels.flash.plan import KernelPlan
+from maxdiffusion.kernels.flash.reference import reference_attention, reference_partials
+from maxdiffusion.kernels.flash.shape import FlashShape
+
+__all__ = [
+    "Exponent",
+    "FixedM",
+    "FixedMBounds",
+    "FixedMNorms",
+    "FlashBlocks",
+    "FlashOptions",
+    "FlashShape",
+    "Gate",
+    "KernelPlan",
+    "KeyTotal",
+    "Keys",
+    "Online",
+    "Partials",
+    "Scheduler",
+    "UnsupportedFlash",
+    "fixed_m_bounds",
+    "flash_attention",
+    "flash_attention_partials",
+    "gate_heads",
+    "key_total",
+    "measure_norms",
+    "plan_kernel",
+    "reference_attention",
+    "reference_partials",
+    "smooth_keys",
+]

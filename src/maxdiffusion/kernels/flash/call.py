@@ -1,0 +1,191 @@
+"""The pallas_call of the flash kernel: grid, blocks, scratch, compiler parameters."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from maxdiffusion.kernels.flash.body import SUBLANES, Refs, attend
+from maxdiffusion.kernels.flash.options import Scheduler
+from maxdiffusion.kernels.flash.plan import KernelPlan
+from maxdiffusion.kernels.flash.vmem import vmem_limit
+
+
+class KernelInputs(NamedTuple):
+    """Arrays of one call: prefetched scalars, then q, k, v in the plan's layout, then the mask."""
+
+    limits: Array
+    full: Array | None
+    key_norm: Array | None
+    fixed: Array | None
+    q: Array
+    k: Array
+    v: Array
+    mask: Array | None
+
+    @property
+    def scalars(self) -> list[Array]:
+        """Returns what is prefetched into scalar memory."""
+        return [x for x in self[:4] if x is not None]
+
+    @property
+    def blocks(self) -> list[Array]:
+        """Returns what is fetched block by block."""
+        return [x for x in self[4:] if x is not None]
+
+
+def run(plan: KernelPlan, inputs: KernelInputs) -> list[Array]:
+    """Returns [out], or [o, m, l] when the plan asks for partials, in the plan's layout."""
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(inputs.scalars),
+        grid=_grid(plan),
+        in_specs=_in_specs(plan),
+        out_specs=_out_specs(plan),
+        scratch_shapes=_scratch(plan),
+    )
+    return pl.pallas_call(
+        functools.partial(_kernel, plan),
+        grid_spec=grid_spec,
+        out_shape=_out_shapes(plan, inputs),
+        compiler_params=_compiler_params(plan),
+        cost_estimate=_cost(plan),
+        interpret=plan.options.interpret,
+        name=_name(plan),
+    )(*inputs.scalars, *inputs.blocks)
+
+
+def _kernel(plan: KernelPlan, *refs: Any) -> None:
+    """Names the references, whose number depends on the plan, and runs one grid step."""
+    left = iter(refs)
+    attend(
+        plan,
+        Refs(
+            limits=next(left),
+            full=next(left) if plan.masked else None,
+            key_norm=next(left) if plan.fixed_m else None,
+            fixed=next(left) if plan.fixed_m else None,
+            q=next(left),
+            k=next(left),
+            v=next(left),
+            mask=next(left) if plan.masked else None,
+            out=next(left),
+            out_m=next(left) if plan.partials else None,
+            out_l=next(left) if plan.partials else None,
+            qt=next(left),
+            o=next(left),
+            l=next(left),
+            used=next(left),
+            top=next(left),
+        ),
+    )
+
+
+def _grid(plan: KernelPlan) -> tuple[int, ...]:
+    tiles = plan.shape.heads // plan.blocks.heads_per_tile
+    return plan.shape.batch, tiles, plan.q_blocks, plan.kv_blocks
+
+
+def _q_spec(plan: KernelPlan) -> pl.BlockSpec:
+    heads, rows, width = plan.blocks.heads_per_tile, plan.blocks.block_q, plan.shape.head_dim
+    if plan.folded:
+        return pl.BlockSpec((None, rows, heads * width), lambda b, n, i, j, *_: (b, i, n))
+    return pl.BlockSpec((None, heads, rows, width), lambda b, n, i, j, *_: (b, n, i, 0))
+
+
+def _kv_index(plan: KernelPlan, b: Array, n: Array, j: Array, limits: Any) -> tuple[Array, Array]:
+    """Returns the key head tile and the block of keys to have in VMEM at a step.
+
+    Past the last attended key the block stays what it was, so nothing more is fetched.
+    """
+    per_tile, size = plan.blocks.heads_per_tile, plan.blocks.block_kv
+    tile = (n * per_tile // plan.shape.group) // plan.kv_heads_per_tile
+    last = jnp.maximum(limits[b] - 1, 0) // size
+    return tile, jnp.minimum(j, last)
+
+
+def _kv_spec(plan: KernelPlan) -> pl.BlockSpec:
+    heads, rows, width = plan.kv_heads_per_tile, plan.blocks.block_kv, plan.shape.head_dim
+
+    def folded(b: Array, n: Array, i: Array, j: Array, limits: Any, *_: Any) -> tuple:
+        tile, block = _kv_index(plan, b, n, j, limits)
+        return b, block, tile
+
+    def by_head(b: Array, n: Array, i: Array, j: Array, limits: Any, *_: Any) -> tuple:
+        tile, block = _kv_index(plan, b, n, j, limits)
+        return b, tile, block, 0
+
+    if plan.folded:
+        return pl.BlockSpec((None, rows, heads * width), folded)
+    return pl.BlockSpec((None, heads, rows, width), by_head)
+
+
+def _in_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
+    specs = [_q_spec(plan), _kv_spec(plan), _kv_spec(plan)]
+    if plan.masked:
+
+        def mask_index(b: Array, n: Array, i: Array, j: Array, limits: Any, *_: Any) -> tuple:
+            return b, 0, _kv_index(plan, b, n, j, limits)[1]
+
+        specs.append(pl.BlockSpec((None, 1, plan.blocks.block_kv), mask_index))
+    return specs
+
+
+def _out_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
+    specs = [_q_spec(plan)]
+    if plan.partials:
+        block = (None, plan.blocks.heads_per_tile, 1, plan.blocks.block_q)
+        specs += [pl.BlockSpec(block, lambda b, n, i, j, *_: (b, n, 0, i))] * 2
+    return specs
+
+
+def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeStruct]:
+    # Under shard_map the result varies over the mesh axes that the queries vary over.
+    varies = jax.typeof(inputs.q).manual_axis_type
+    dtype = jnp.float32 if plan.partials else plan.dtype
+    shapes = [jax.ShapeDtypeStruct(inputs.q.shape, dtype, manual_axis_type=varies)]
+    if plan.partials:
+        per_query = (plan.shape.batch, plan.shape.heads, 1, plan.shape.q_len)
+        shapes += [jax.ShapeDtypeStruct(per_query, jnp.float32, manual_axis_type=varies)] * 2
+    return shapes
+
+
+def _scratch(plan: KernelPlan) -> list[Any]:
+    heads, width, rows = plan.blocks.heads_per_tile, plan.shape.head_dim, plan.blocks.block_q
+    return [
+        pltpu.VMEM((heads, width, rows), plan.dtype),
+        pltpu.VMEM((2, heads, width, rows), jnp.float32),
+        pltpu.VMEM((2, heads, SUBLANES, rows), jnp.float32),
+        pltpu.VMEM((2, heads, 1, rows), jnp.float32),
+        pltpu.VMEM((2, heads, 1, rows), jnp.float32),
+    ]
+
+
+def _compiler_params(plan: KernelPlan) -> pltpu.CompilerParams:
+    linear = plan.options.scheduler is Scheduler.LINEAR_PROGRAM
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+        vmem_limit_bytes=vmem_limit(plan),
+        flags={"XLA_TPU_FORCE_LP_LLO_SCHEDULER": True} if linear else None,
+    )
+
+
+def _cost(plan: KernelPlan) -> pl.CostEstimate:
+    shape = plan.shape
+    pairs = shape.batch * shape.heads * shape.q_len * shape.kv_len
+    queries = shape.batch * shape.heads * shape.q_len * shape.head_dim
+    keys = shape.batch * shape.kv_heads * shape.kv_len * shape.head_dim * plan.q_blocks
+    return pl.CostEstimate(
+        flops=4 * pairs * shape.head_dim,
+        transcendentals=pairs,
+        bytes_accessed=2 * (queries + keys) * shape.itemsize,
+    )
+
+
+def _name(plan: KernelPlan) -> str:
+    kind = "fixed_m" if plan.fixed_m else "online"
+    blocks = f"{plan.blocks.block_q}_{plan.blocks.block_kv}"
+    return f"flash_{kind}_{blocks}{'_partials' if plan.partials else ''}"

@@ -1,0 +1,41 @@
+"""One place where a call is refused, before anything is traced, with every reason."""
+
+from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
+from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS
+from maxdiffusion.kernels.flash.options import FixedM, FlashOptions
+from maxdiffusion.kernels.flash.plan import KernelPlan
+from maxdiffusion.kernels.flash.shape import FlashShape, shape_problems
+from maxdiffusion.kernels.flash.vmem import vmem_problems
+from maxdiffusion.runtime.problems import Problem
+
+
+def plan_kernel(
+    shape: FlashShape,
+    blocks: FlashBlocks,
+    options: FlashOptions,
+    *,
+    masked: bool = False,
+    partials: bool = False,
+) -> KernelPlan:
+    """Returns the plan of a kernel call, or raises `UnsupportedFlash` with every reason against it."""
+    problems = list(shape_problems(shape, blocks)) + _option_problems(shape, options)
+    if problems:
+        raise UnsupportedFlash(problems)
+    fitted = blocks.fit(shape.q_len, shape.kv_len)
+    plan = KernelPlan(shape=shape, blocks=fitted, options=options, masked=masked, partials=partials)
+    if too_much := vmem_problems(plan):
+        raise UnsupportedFlash(too_much)
+    return plan
+
+
+def _option_problems(shape: FlashShape, options: FlashOptions) -> list[Problem]:
+    if isinstance(options.softmax, FixedM) and shape.kv_len > 2**KEYS_BITS:
+        return [
+            Problem(
+                name="kv_len",
+                value=shape.kv_len,
+                rule=f"must be at most {2**KEYS_BITS} for fixed-m softmax",
+                remedy="Use Online()",
+            )
+        ]
+    return []

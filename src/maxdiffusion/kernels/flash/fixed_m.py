@@ -1,0 +1,158 @@
+"""Softmax against a bound instead of a maximum: the bound, the gate, and smoothing of the keys.
+
+Cauchy-Schwarz gives q_i . k_j <= ||q_i|| M with M = max_j ||k_j||, so with m_i = ||q_i|| M - C every
+p_ij = 2 ** (q_i . k_j - m_i) is at most 2 ** C, and sum_j p_ij v_j / sum_j p_ij is the exact softmax as
+long as float32 neither overflows nor loses what matters. All counts below are bits (powers of two):
+
+    above   C + KEYS + VALUES_HIGH <= 127                     nothing overflows, C = 88
+    below   a row's largest p must stay PRECISION + KEYS + VALUES_LOW above the smallest float32
+            2 ** -126, so that all terms flushed to zero together weigh less than 2 ** -PRECISION of it
+
+With b = max_i ||q_i|| M the largest p of a row is at least 2 ** (C - b + r), r its largest score. Smoothed
+keys (their mean taken away, which softmax does not see) give r >= 0 up to their rounding, hence the gate
+b <= C + 126 - KEYS - VALUES_LOW - PRECISION; raw keys only give r >= -b, hence half of that. A head outside
+the gate runs the online softmax. The natural exponent has the same bits, each worth ln 2.
+"""
+
+import enum
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Bool, Float
+
+from maxdiffusion.kernels.flash.options import Exponent, Gate
+
+CEILING_BITS = 88
+KEYS_BITS = 20
+"""Up to a million keys."""
+VALUES_HIGH_BITS = 19
+VALUES_LOW_BITS = 8
+"""The largest |v| of a head lies in [2**-8, 2**19], or the head runs online."""
+PRECISION_BITS = {"bfloat16": 12, "float32": 26}
+LARGEST_NORM = 1e30
+"""Keeps a norm finite, so that the bound of a zero query stays zero."""
+NORM_SLACK = 1.01
+"""Rounding of the scaled queries (2**-9) and of the norms themselves."""
+
+
+class Keys(enum.Enum):
+    """Whether the mean over all attended keys was taken away from every key."""
+
+    SMOOTHED = "smoothed"
+    RAW = "raw"
+
+
+class KeyTotal(NamedTuple):
+    """Sum and number of attended keys; add those of several shards, then take the mean."""
+
+    total: Float[Array, "B K H"]
+    count: Float[Array, "B"]
+
+    def mean(self) -> Float[Array, "B K H"]:
+        """Returns the mean key, zero where nothing is attended."""
+        return self.total / jnp.maximum(self.count, 1.0)[:, None, None]
+
+
+class FixedMNorms(NamedTuple):
+    """Largest norms of a (batch, head): of scaled queries, of keys, of elements of v.
+
+    The maximum over shards of each is that of the whole.
+    """
+
+    query: Float[Array, "B N"]
+    key: Float[Array, "B N"]
+    value: Float[Array, "B N"]
+
+
+class FixedMBounds(NamedTuple):
+    """What the kernel needs per (batch, head): M, and whether the head passes the gate.
+
+    `fixed.sum()` is the number of heads that take the fast path.
+    """
+
+    key_norm: Float[Array, "B N"]
+    fixed: Bool[Array, "B N"]
+
+
+def key_total(k: Float[Array, "B T K H"], attended: Bool[Array, "B T"] | None = None) -> KeyTotal:
+    """Returns the sum, in float32, and the number of the attended keys."""
+    if attended is None:
+        count = jnp.full(k.shape[0], k.shape[1], jnp.float32)
+        return KeyTotal(total=jnp.sum(k, axis=1, dtype=jnp.float32), count=count)
+    keys = jnp.where(attended[:, :, None, None], k, jnp.zeros((), k.dtype))
+    return KeyTotal(
+        total=jnp.sum(keys, axis=1, dtype=jnp.float32),
+        count=jnp.sum(attended, axis=1, dtype=jnp.float32),
+    )
+
+
+def smooth_keys(
+    k: Float[Array, "B T K H"],
+    attended: Bool[Array, "B T"] | None = None,
+    mean: Float[Array, "B K H"] | None = None,
+) -> Float[Array, "B T K H"]:
+    """Returns the keys without their mean over attended keys (or without `mean`, for one shard of many)."""
+    if mean is None:
+        mean = key_total(k, attended).mean()
+    return (k.astype(jnp.float32) - mean[:, None]).astype(k.dtype)
+
+
+def measure_norms(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    attended: Bool[Array, "B T"] | None = None,
+    *,
+    exponent: Exponent = Exponent.BASE_2,
+) -> FixedMNorms:
+    """Returns the largest norms that the gate needs, over queries and attended keys."""
+    group = q.shape[2] // k.shape[2]
+    scale = exponent.per_nat * q.shape[3] ** -0.5
+    key, value = _norms(k), jnp.max(jnp.abs(v.astype(jnp.float32)), axis=3)
+    if attended is not None:
+        key = jnp.where(attended[:, :, None], key, 0.0)
+        value = jnp.where(attended[:, :, None], value, 0.0)
+    return FixedMNorms(
+        query=jnp.minimum(jnp.max(_norms(q), axis=1) * scale, LARGEST_NORM),
+        key=jnp.repeat(jnp.minimum(jnp.max(key, axis=1), LARGEST_NORM), group, axis=1),
+        value=jnp.repeat(jnp.max(value, axis=1), group, axis=1),
+    )
+
+
+def _norms(x: Float[Array, "B S N H"]) -> Float[Array, "B S N"]:
+    return jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), axis=3))
+
+
+def gate_bits(dtype: str, keys: Keys) -> float:
+    """Returns the largest bound, in powers of two, at which fixed-m is exact to `dtype`."""
+    window = CEILING_BITS + 126 - KEYS_BITS - VALUES_LOW_BITS - PRECISION_BITS[dtype]
+    # A smoothed key's mean is zero up to the rounding of bfloat16, 2**-9 of its norm.
+    return window / (1 + 2**-8) if keys is Keys.SMOOTHED else window / 2
+
+
+def gate_heads(
+    norms: FixedMNorms, *, dtype: str, keys: Keys, gate: Gate, exponent: Exponent
+) -> FixedMBounds:
+    """Returns which heads may use the fixed bound, and its key norm."""
+    bound = norms.query * norms.key * NORM_SLACK / exponent.per_bit
+    fits = (norms.value <= 2.0**VALUES_HIGH_BITS) & (norms.value >= 2.0**-VALUES_LOW_BITS)
+    fixed = (bound <= gate_bits(dtype, keys)) & (fits | (norms.value == 0))
+    if gate is Gate.FORCED:
+        fixed = jnp.ones_like(fixed)
+    return FixedMBounds(key_norm=norms.key, fixed=fixed)
+
+
+def fixed_m_bounds(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    attended: Bool[Array, "B T"] | None = None,
+    *,
+    keys: Keys = Keys.SMOOTHED,
+    gate: Gate = Gate.MEASURED,
+    exponent: Exponent = Exponent.BASE_2,
+) -> FixedMBounds:
+    """Returns the bounds of a call whose queries and keys are all here (`k` as the kernel gets it)."""
+    norms = measure_norms(q, k, v, attended, exponent=exponent)
+    return gate_heads(norms, dtype=q.dtype.name, keys=keys, gate=gate, exponent=exponent)

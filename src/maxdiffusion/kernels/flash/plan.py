@@ -1,0 +1,59 @@
+"""What the kernel's body and its pallas_call agree on: one frozen value per kernel call."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from maxdiffusion.kernels.flash.blocks import LANES, FlashBlocks
+from maxdiffusion.kernels.flash.options import FixedM, FlashOptions
+from maxdiffusion.kernels.flash.shape import FlashShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelPlan:
+    """Static description of one kernel call; `blocks` already fit the lengths."""
+
+    shape: FlashShape
+    blocks: FlashBlocks
+    options: FlashOptions
+    masked: bool
+    partials: bool
+
+    @property
+    def folded(self) -> bool:
+        """Whether heads are lane columns of [B, S, N * H] (no transpose outside) or rows of [B, N, S, H]."""
+        return self.shape.head_dim % LANES == 0
+
+    @property
+    def fixed_m(self) -> bool:
+        """Whether some heads may use a fixed bound."""
+        return isinstance(self.options.softmax, FixedM)
+
+    @property
+    def kv_heads_per_tile(self) -> int:
+        """Key heads that the query heads of one tile use."""
+        return max(1, self.blocks.heads_per_tile // self.shape.group)
+
+    @property
+    def q_blocks(self) -> int:
+        """Blocks of queries; the last may be ragged."""
+        return -(-self.shape.q_len // self.blocks.block_q)
+
+    @property
+    def kv_blocks(self) -> int:
+        """Blocks of keys; the last may be ragged."""
+        return -(-self.shape.kv_len // self.blocks.block_kv)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Type of q, k, v and of the probabilities that multiply v."""
+        return jnp.dtype(self.shape.dtype)
+
+    @property
+    def score_scale(self) -> float:
+        """What q is multiplied by: 1/sqrt(H), in units of the exponent."""
+        return self.options.exponent.per_nat * self.shape.head_dim**-0.5
+
+    def kv_head(self, head: int) -> int:
+        """Returns the key head, within a tile, of query head `head` of that tile."""
+        return head * self.kv_heads_per_tile // self.blocks.heads_per_tile
