@@ -77,8 +77,12 @@ class ActivationLayout:
         """`array`, placed by the words for all of its dimensions."""
         if self.mesh is None or self.mesh.size == 1:
             return array
-        spec = partition_spec(self.mesh, self.axes, dims, array.shape)
-        return jax.lax.with_sharding_constraint(array, NamedSharding(self.mesh, spec))
+        return jax.lax.with_sharding_constraint(array, self.sharding(dims, array.shape))
+
+    def sharding(self, dims: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
+        """The place of an activation; dimensions before those named stay whole."""
+        assert self.mesh is not None
+        return NamedSharding(self.mesh, partition_spec(self.mesh, self.axes, dims, shape))
 
     @property
     def sequence_multiple(self) -> int:

@@ -1,7 +1,7 @@
 """The denoising loop: one compiled step that serves every step, every scale and both experts.
 
-    noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler ] x steps -> latents
-                          ^ weights, text, timestep, scale and sampler row are arguments
+noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler ] x steps -> latents
+                      ^ weights, text, timestep, scale and sampler row are arguments
 """
 
 import time
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
@@ -25,8 +24,8 @@ from maxdiffusion.schedulers import Sampler, step_row
 class StepInputs(NamedTuple):
     """What changes from step to step; traced, so that no value of it compiles anything anew."""
 
-    timestep: Float[Array, ""] | np.ndarray
-    guidance_scale: Float[Array, ""] | np.ndarray
+    timestep: Float[Array, ""]
+    guidance_scale: Float[Array, ""]
     sampler_row: Any
 
 
@@ -48,9 +47,7 @@ class StepFunction:
         transformer = nnx.merge(self.graph, weights)
         batch = self.guidance.model_batch(state.sample.astype(self.dtype))
         timesteps = jnp.full((batch.shape[0],), step.timestep, jnp.float32)
-        velocity = transformer(
-            batch, timesteps, text, attention=self.attention, layout=self.layout
-        )
+        velocity = transformer(batch, timesteps, text, attention=self.attention, layout=self.layout)
         guided = self.guidance.combine(velocity, step.guidance_scale)
         advanced = self.sampler.advance(state, guided, step.sampler_row)
         return advanced, jnp.isfinite(advanced.sample).all()
@@ -89,7 +86,7 @@ class StepReport:
     seconds: float
 
 
-class NotFinite(ArithmeticError):
+class NotFiniteError(ArithmeticError):
     """The latents hold NaN or infinity."""
 
     def __init__(self, *, step: int, steps: int, timestep: float, expert: str):
@@ -101,10 +98,10 @@ class NotFinite(ArithmeticError):
 
 
 def step_inputs(sampler: Sampler, step: int, guidance_scale: float) -> StepInputs:
-    """The inputs of one step, as float32 numbers on the host."""
+    """The inputs of one step."""
     return StepInputs(
-        timestep=np.float32(sampler.timesteps[step]),
-        guidance_scale=np.float32(guidance_scale),
+        timestep=jnp.float32(sampler.timesteps[step]),
+        guidance_scale=jnp.float32(guidance_scale),
         sampler_row=step_row(sampler.coefficients, step),
     )
 
@@ -116,7 +113,7 @@ def denoise(
     sampler: Sampler,
     experts: Experts,
 ) -> Iterator[tuple[Any, StepReport]]:
-    """Yields the state after each step; stops with NotFinite at the first bad one."""
+    """Yields the state after each step; stops with NotFiniteError at the first bad one."""
     timesteps: Sequence[float] = [float(t) for t in sampler.timesteps]
     for index, timestep in enumerate(timesteps):
         expert = experts.at(timestep)
@@ -124,7 +121,7 @@ def denoise(
         inputs = step_inputs(sampler, index, expert.guidance_scale)
         state, finite = step(expert.weights, expert.text, state, inputs)
         if not bool(jax.device_get(finite)):
-            raise NotFinite(
+            raise NotFiniteError(
                 step=index, steps=len(timesteps), timestep=timestep, expert=expert.name
             )
         seconds = time.perf_counter() - started

@@ -19,7 +19,7 @@ class VideoShape:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
-    """What one video is inside the model: latent frames, rows, columns, channels, and its tokens."""
+    """What one video is inside the model: latent frames, rows, columns, channels, and tokens."""
 
     frames: int
     rows: int
@@ -37,7 +37,7 @@ def shape_problems(
     video: VideoShape, vae: WanVaeConfig, transformer: WanTransformerConfig
 ) -> Iterator[Problem]:
     """Yields what stands between a video size and this model."""
-    _, patch_rows, patch_columns = transformer.patch_size
+    _, patch_rows, patch_columns = transformer.patch
     for name, size, patch in (
         ("height", video.height, patch_rows),
         ("width", video.width, patch_columns),
@@ -72,7 +72,7 @@ def latent_shape(
     frames = (video.num_frames - 1) // vae.temporal_factor + 1
     rows = video.height // vae.spatial_factor
     columns = video.width // vae.spatial_factor
-    patch_frames, patch_rows, patch_columns = transformer.patch_size
+    patch_frames, patch_rows, patch_columns = transformer.patch
     return LatentShape(
         frames=frames,
         rows=rows,

@@ -1,0 +1,77 @@
+"""How a pipeline is to be built: precision, attention, and how the video is decoded."""
+
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import jax.numpy as jnp
+
+from maxdiffusion.attention import AttentionOptions
+from maxdiffusion.models.vae import Tiling
+from maxdiffusion.runtime.problems import Problem, ProblemsFound
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+MatmulPrecision = Literal["default", "high", "highest"]
+
+
+def dtype_named(name: str, *, key: str = "dtype") -> jnp.dtype:
+    """The dtype of that name; an unknown one is refused."""
+    if name not in DTYPES:
+        raise ProblemsFound(
+            [
+                Problem(
+                    name=key,
+                    value=name,
+                    rule=f"must be one of {', '.join(DTYPES)}",
+                    remedy=f"Use {key}=float32 on CPU, {key}=bfloat16 on TPU",
+                )
+            ]
+        )
+    return jnp.dtype(DTYPES[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """The dtypes of weights and of arithmetic, part by part.
+
+    The VAE stays in float32 unless told otherwise: in bfloat16 its frames differ visibly.
+    """
+
+    weights: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    activations: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    text_encoder: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    vae: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    vae_weights: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    matmul: MatmulPrecision = "default"
+
+    @classmethod
+    def of(cls, dtype: str) -> "Precision":
+        """Transformer and text encoder in `dtype`, the VAE in float32."""
+        chosen = dtype_named(dtype)
+        return cls(weights=chosen, activations=chosen, text_encoder=chosen)
+
+    def describe(self) -> str:
+        """One line that names every dtype."""
+        named = ", ".join(f"{part.name} {getattr(self, part.name)}" for part in fields(self))
+        return f"precision: {named}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How latents become frames: frames per chunk (-1 = all), tiles, and devices to share them."""
+
+    chunk: int = 1
+    tiling: Tiling | None = None
+    spatial_devices: int = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSettings:
+    """Everything about a pipeline that is not in its checkpoint."""
+
+    precision: Precision = field(default_factory=Precision)
+    attention: str = "flash"
+    attention_options: AttentionOptions = field(default_factory=AttentionOptions)
+    scan_layers: bool = True
+    decoding: Decoding = field(default_factory=Decoding)
+    text_length: int = 512

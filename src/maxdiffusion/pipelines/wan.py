@@ -1,0 +1,236 @@
+"""WAN text-to-video: prompts in, frames out.
+
+prompts --condition--> experts --denoise--> latents --decode--> frames
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from maxdiffusion.mesh import single_device_mesh
+from maxdiffusion.pipelines.denoise import Expert, Experts, StepReport, denoise
+from maxdiffusion.pipelines.loading import WanParameters, load_wan_parameters
+from maxdiffusion.pipelines.noise import initial_noise
+from maxdiffusion.pipelines.programs import (
+    FrameFormat,
+    ProgramShape,
+    Workshop,
+    as_bytes,
+    as_floats,
+)
+from maxdiffusion.pipelines.prompts import PromptEncoder, PromptTokenizer, TextPrograms
+from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.settings import PipelineSettings, Precision
+from maxdiffusion.pipelines.shapes import latent_shape
+from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, open_wan_folder
+from maxdiffusion.pipelines.user_request import request_from_arguments
+from maxdiffusion.weights.loading import Progress
+
+OutputType = Literal["np", "latent", "uint8"]
+EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanOutput:
+    """The result of a generation.
+
+    `frames` are [B, F, H, W, 3]: floats from 0 to 1 ("np") or bytes ("uint8"); or the final latents
+    [B, C, F, H, W] ("latent").
+    """
+
+    frames: np.ndarray
+
+
+class WanPipeline:
+    """A WAN text-to-video model on a mesh, ready to generate."""
+
+    def __init__(
+        self, *, workshop: Workshop, parameters: WanParameters, tokenizer: PromptTokenizer
+    ):
+        self.workshop = workshop
+        self.parameters = parameters
+        self._prompts = PromptEncoder(
+            tokenizer=tokenizer,
+            programs=TextPrograms(workshop.models.text_encoder.graph, workshop.mesh),
+            weights=parameters.text_encoder,
+        )
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: str | None = None,
+        mesh: Mesh | None = None,
+        *,
+        settings: PipelineSettings | None = None,
+        progress: Progress | None = None,
+    ) -> "WanPipeline":
+        """The pipeline of a diffusers folder, a hub id, or `embedded` (the model in the package).
+
+        `dtype` is that of the transformer and the text encoder ("float32" unless given; the VAE
+        stays in float32); `settings` says everything else, and then the dtypes too.
+        """
+        if settings is None:
+            settings = PipelineSettings(precision=Precision.of(dtype or "float32"))
+        elif dtype is not None:
+            raise ValueError(
+                f"dtype={dtype!r}: settings.precision holds the dtypes. Give one of the two."
+            )
+        opened, spec = open_wan_folder(folder)
+        workshop = Workshop(
+            spec=spec.with_scan(settings.scan_layers),
+            settings=settings,
+            mesh=mesh or single_device_mesh(),
+        )
+        tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
+        parameters, _ = load_wan_parameters(opened, workshop, progress=progress)
+        return cls(workshop=workshop, parameters=parameters, tokenizer=tokenizer)
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        negative_prompt: str | Sequence[str] | None = None,
+        *,
+        output_type: OutputType = "np",
+        max_sequence_length: int | None = None,
+        **arguments: Any,
+    ) -> WanOutput:
+        """Generates one video for each prompt (times `num_videos_per_prompt`).
+
+        The other arguments are those of `request_from_arguments`: height, width, num_frames,
+        num_inference_steps, guidance_scale, guidance_scale_2, num_videos_per_prompt, seed, latents,
+        flow_shift, boundary_ratio.
+        """
+        _check_output_type(output_type)
+        length = self.workshop.settings.text_length
+        if max_sequence_length not in (None, length):
+            raise ValueError(
+                f"max_sequence_length={max_sequence_length}: this pipeline was made for {length}. "
+                "Set PipelineSettings(text_length=...) when you make it."
+            )
+        request = request_from_arguments(
+            self.workshop.spec, prompt=prompt, negative_prompt=negative_prompt, **arguments
+        )
+        experts = self.condition(request)
+        *_, (last, _) = self.denoise(request, experts)
+        latents = np.asarray(last)
+        if output_type == "latent":
+            return WanOutput(frames=np.moveaxis(latents, -1, 1))
+        frame_format = as_floats if output_type == "np" else as_bytes
+        videos = [np.asarray(self.decode(request, video, frame_format)) for video in latents]
+        return WanOutput(frames=np.stack(videos))
+
+    def shape(self, request: Request) -> ProgramShape:
+        """What a request is compiled for."""
+        spec = self.workshop.spec
+        return ProgramShape(
+            videos=len(request.prompts),
+            latent=latent_shape(request.video, spec.vae, spec.transformer),
+            guidance=request.scales.guidance,
+            text_length=self.workshop.settings.text_length,
+        )
+
+    def compile(self, request: Request, frame_format: FrameFormat = as_floats) -> None:
+        """Compiles everything that the request will run, for both experts."""
+        shape = self.shape(request)
+        with self._precision():
+            self._prompts.compile([*request.prompts, *request.negative_prompts], shape.text_length)
+        self._read_text(shape)
+        self._step(shape, request)
+        self._decode(shape, frame_format)
+
+    def condition(self, request: Request) -> Experts:
+        """The experts, each with its view of the prompts; waits until they are ready."""
+        shape = self.shape(request)
+        texts = list(request.prompts)
+        if shape.guidance.copies == 2:
+            texts += request.negative_prompts
+        with self._precision():
+            rows = self._prompts.encode(texts, shape.text_length)
+        rows = jax.device_put(
+            rows.astype(self.workshop.settings.precision.activations), self.workshop.everywhere
+        )
+        read_text = self._read_text(shape)
+        scales = (request.scales.high_noise, request.scales.low_noise)
+        experts = [
+            Expert(
+                name=EXPERT_NAMES[name],
+                weights=weights,
+                text=read_text(weights, rows),
+                guidance_scale=scale,
+            )
+            for (name, weights), scale in zip(
+                self.parameters.transformers.items(), scales, strict=False
+            )
+        ]
+        jax.block_until_ready([expert.text for expert in experts])
+        ratio = request.boundary_ratio
+        return Experts(
+            high_noise=experts[0],
+            low_noise=experts[-1],
+            boundary=0.0 if ratio is None else ratio * TRAIN_TIMESTEPS,
+        )
+
+    def denoise(
+        self, request: Request, experts: Experts
+    ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepReport]]:
+        """Yields the latents after every step."""
+        shape = self.shape(request)
+        if request.latents is None:
+            latents = initial_noise(request.seeds, shape.latent)
+        else:
+            latents = jnp.asarray(request.latents, jnp.float32)
+        start = jax.jit(request.sampler.start, out_shardings=self.workshop.everywhere)
+        step = self._step(shape, request)
+        for state, report in denoise(
+            step, start(latents), sampler=request.sampler, experts=experts
+        ):
+            yield state.sample, report
+
+    def decode(
+        self,
+        request: Request,
+        latents: Float[np.ndarray, "F Y X C"],
+        frame_format: FrameFormat = as_floats,
+    ) -> Array:
+        """The frames [F, H, W, 3] of one video, still on the devices."""
+        program = self._decode(self.shape(request), frame_format)
+        batch = jax.device_put(np.asarray(latents, np.float32)[None], self.workshop.everywhere)
+        return jax.block_until_ready(program(self.parameters.vae, batch))[0]
+
+    def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
+        key = ("read_text", shape.model_batch, shape.text_length)
+        return self._program(key, lambda: self.workshop.lower_read_text(shape))
+
+    def _step(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
+        sampler = request.sampler
+        key = ("denoise_step", shape, type(sampler))
+        return self._program(key, lambda: self.workshop.lower_denoise_step(shape, sampler))
+
+    def _decode(self, shape: ProgramShape, frame_format: FrameFormat) -> Callable[..., Any]:
+        key = ("decode", shape.latent, frame_format)
+        return self._program(key, lambda: self.workshop.lower_decode(shape, frame_format))
+
+    def _program(
+        self, key: Hashable, lower: Callable[[], jax.stages.Lowered]
+    ) -> Callable[..., Any]:
+        if key not in self._programs:
+            self._programs[key] = lower().compile()
+        return self._programs[key]
+
+    def _precision(self) -> Any:
+        return jax.default_matmul_precision(self.workshop.settings.precision.matmul)
+
+
+def _check_output_type(output_type: str) -> None:
+    allowed = ("np", "latent", "uint8")
+    if output_type not in allowed:
+        raise ValueError(f"output_type={output_type!r}: must be one of {', '.join(allowed)}.")
