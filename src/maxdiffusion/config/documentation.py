@@ -1,6 +1,6 @@
-"""Writes docs/configuration.md from the table of keys: `python -m maxdiffusion.config.documentation`.
+"""Writes docs/configuration.md from the table of keys.
 
-With `--check` it writes nothing and fails if the file is not what it would write.
+Run as `python -m maxdiffusion.config.documentation` in the repository's root folder. With `--check` it writes nothing and fails if the file is not what it would write.
 """
 
 import json
@@ -22,8 +22,8 @@ This file is written from the table of keys in `src/maxdiffusion/config/keys/` b
 
     python -m maxdiffusion.generate_wan FILE.yml key=value key=value ...
 
-* A file states what differs from the file that its `base_config` names, and from the defaults below.
-  Paths of base files are relative to the file that names them.
+* A file states what differs from the file that its `base_config` names, and from the defaults
+  below. Paths of base files are relative to the file that names them.
 * `key=value` on the command line wins over files. Entries of a table are `table.entry=value`
   (`flash_block_sizes.block_q=9472`); `table={"entry": value}` is merged into the table, and
   `table=null` empties it. Lists are written `["one", "two"]`, booleans true/false or 1/0.

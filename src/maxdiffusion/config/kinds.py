@@ -112,7 +112,7 @@ class Number(Kind):
     above: float | None = None
 
     def describe(self) -> str:
-        over = "" if self.above is None else f" above {self.above:g}"
+        over = "" if self.above is None else f" above {self.above}"
         return "a finite number" + over + limits(self.minimum, self.maximum)
 
     def convert(self, value: object) -> float:
@@ -235,8 +235,8 @@ class Structure(Kind):
 
 def limits(minimum: float | None, maximum: float | None) -> str:
     """Words for a range."""
-    low = "" if minimum is None else f" from {minimum:g}"
-    return low + ("" if maximum is None else f" up to {maximum:g}")
+    low = "" if minimum is None else f" from {minimum}"
+    return low + ("" if maximum is None else f" up to {maximum}")
 
 
 def or_special(special: Sequence[int]) -> str:
