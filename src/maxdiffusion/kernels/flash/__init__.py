@@ -1,10 +1,10 @@
 """Our Pallas TPU flash attention: one device, [B, S, N, H] in and out.
 
-blocks     FlashBlocks: tile sizes and their rules      options  FlashOptions: softmax, exponent, ...
-shape      FlashShape: sizes of a call                  checks   plan_kernel: refuse or plan
-vmem       VMEM need by arithmetic                      fixed_m  bound, gate, key smoothing
-inputs     layouts, key lengths and masks               call     the pallas_call
-body       what one grid step does                      reference  the same in dense float32
+blocks   FlashBlocks: tile sizes and their rules     options    FlashOptions: softmax, exponent
+shape    FlashShape: sizes of a call                 checks     plan_kernel: refuse or plan
+vmem     VMEM need by arithmetic                     fixed_m    bound, gate, key smoothing
+inputs   layouts, key lengths and masks              call       the pallas_call
+body     what one grid step does                     reference  the same in dense float32
 """
 
 from maxdiffusion.kernels.flash.api import Partials, flash_attention, flash_attention_partials

@@ -18,11 +18,11 @@ from maxdiffusion.runtime.problems import Problem
 class Partials(NamedTuple):
     """Unnormalised attention over some of the keys, to be merged with that over others.
 
-    o = sum_j b**(s_j - m) v_j and l = sum_j b**(s_j - m) with scores s and reference m in units of the
-    options' exponent b. m need not be the largest score, but is one reference for o and l alike, so two
-    partials merge as m' = max(m1, m2), w_i = b**(m_i - m'), o' = w1 o1 + w2 o2, l' = w1 l1 + w2 l2. Heads
-    with a fixed bound have m = that bound on every call that got the same `bounds`: their weights are
-    1, and plain addition gives the same. Without attended keys l = 0, o = 0 and m is finite.
+    o = sum_j b**(s_j - m) v_j and l = sum_j b**(s_j - m), with scores s and reference m in units
+    of the options' exponent b. m need not be the largest score, but o and l share it, so two
+    partials merge as m' = max(m1, m2), w_i = b**(m_i - m'), o' = w1 o1 + w2 o2, l' = w1 l1 + w2 l2.
+    Heads with a fixed bound have m = that bound on every call that got the same `bounds`: their
+    weights are 1, and plain addition does. Without attended keys l = 0, o = 0 and m is finite.
     """
 
     o: Float[Array, "B S N H"]
@@ -43,8 +43,8 @@ def flash_attention(
 ) -> Float[Array, "B S N H"]:
     """Returns softmax(q k^T / sqrt(H)) v over the keys before `kv_len` where `kv_mask` is True.
 
-    A query without any such key gets zeros. With fixed-m softmax and no `bounds`, the keys are smoothed
-    and the bounds measured here; given `bounds` describe `k` as it is.
+    A query without any such key gets zeros. With fixed-m softmax and no `bounds`, the keys are
+    smoothed and the bounds measured here; given `bounds` describe `k` as it is.
     """
     _refuse_stray_bounds(options, bounds)
     plan = plan_kernel(FlashShape.of(q, k, v), blocks, options, masked=kv_mask is not None)

@@ -1,11 +1,12 @@
 """The sizes that the flash kernel works in, and every rule about them."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 LANES = 128
-"""Queries lie on the lanes of a score tile and key masks on the lanes of a row: both come in 128s."""
+"""Queries lie on the lanes of a score tile, key masks on those of a row: both come in 128s."""
 
 
 class UnsupportedFlash(ProblemsFound):
@@ -113,7 +114,7 @@ def _lane_problems(name: str, value: int) -> list[Problem]:
 def _nesting_problems(blocks: FlashBlocks) -> list[Problem]:
     nested = ("block_kv_compute_in", "block_kv_compute", "block_kv")
     problems = []
-    for inner, outer in zip(nested, nested[1:], strict=False):
+    for inner, outer in pairwise(nested):
         small, large = vars(blocks)[inner], vars(blocks)[outer]
         if large % small:
             problems.append(

@@ -1,18 +1,18 @@
 """The flash attention kernel as one grid step sees it.
 
-Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run over sublanes, what a
-query carries (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head is only
-128 wide. One step (batch, head tile, q block j of keys) turns state `j % 2` into state `(j + 1) % 2`:
+Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run over sublanes, what
+a query carries (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head is
+only 128 wide. A step (batch, head tile, q block, block j of keys) turns state j % 2 into the other:
 
-    o    [H, block_q]  sum of p v, in units of base ** base_m     l  [8, block_q]  partial sums of p
-    used [1, block_q]  the reference that o and l are relative to
-    top  [1, block_q]  the largest score seen, the reference of the next block
+    o    [H, block_q]  sum of p v             used  [1, block_q]  what o and l are relative to
+    l    [8, block_q]  partial sums of p      top   [1, block_q]  the largest score seen
 
-Because the old state is kept, a block may be done twice: first quickly, against `top` (the maximum of
-the blocks *before* it, so that this block's maximum is off the critical path and the rescaling is known
-at the start), and again with its own maximum in the rare case that it rose by more than `HEADROOM`.
+Because the old state is kept, a block may be done twice: first quickly, against `top` (the maximum
+of the blocks *before* it, so that its own maximum is off the critical path and the rescaling known
+at the start), and again with its own maximum in the rare case that it rose past the headroom.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -222,9 +222,8 @@ class Step:
                 self._careful_tile(head, columns, pl.multiple_of(part * inner, LANES), pinned)
 
         for head in heads:
-            pl.loop(0, self.plan.blocks.block_q // width)(
-                lambda index, head=head: tile(head, index)
-            )
+            tiles = pl.loop(0, self.plan.blocks.block_q // width)
+            tiles(functools.partial(tile, head))
 
     def _carry_over(self, head: int, columns: Any) -> None:
         refs, old, new = self.refs, self.old, self.new

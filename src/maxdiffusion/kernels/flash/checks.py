@@ -17,7 +17,7 @@ def plan_kernel(
     masked: bool = False,
     partials: bool = False,
 ) -> KernelPlan:
-    """Returns the plan of a kernel call, or raises `UnsupportedFlash` with every reason against it."""
+    """Returns the plan of a call, or raises `UnsupportedFlash` with every reason against it."""
     problems = list(shape_problems(shape, blocks)) + _option_problems(shape, options)
     if problems:
         raise UnsupportedFlash(problems)

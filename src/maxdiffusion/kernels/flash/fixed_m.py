@@ -1,17 +1,18 @@
 """Softmax against a bound instead of a maximum: the bound, the gate, and smoothing of the keys.
 
-Cauchy-Schwarz gives q_i . k_j <= ||q_i|| M with M = max_j ||k_j||, so with m_i = ||q_i|| M - C every
-p_ij = 2 ** (q_i . k_j - m_i) is at most 2 ** C, and sum_j p_ij v_j / sum_j p_ij is the exact softmax as
-long as float32 neither overflows nor loses what matters. All counts below are bits (powers of two):
+Cauchy-Schwarz gives q_i . k_j <= ||q_i|| M with M = max_j ||k_j||, so with m_i = ||q_i|| M - C
+every p_ij = 2 ** (q_i . k_j - m_i) is at most 2 ** C, and sum_j p_ij v_j / sum_j p_ij is the exact
+softmax as long as float32 neither overflows nor loses what matters. Counting in powers of two:
 
-    above   C + KEYS + VALUES_HIGH <= 127                     nothing overflows, C = 88
-    below   a row's largest p must stay PRECISION + KEYS + VALUES_LOW above the smallest float32
-            2 ** -126, so that all terms flushed to zero together weigh less than 2 ** -PRECISION of it
+    above   C + KEYS + VALUES_HIGH <= 127: nothing overflows; C = 88
+    below   a row's largest p stays PRECISION + KEYS + VALUES_LOW above the least float32, 2**-126,
+            so that all terms flushed to zero together weigh less than 2**-PRECISION of it
 
-With b = max_i ||q_i|| M the largest p of a row is at least 2 ** (C - b + r), r its largest score. Smoothed
-keys (their mean taken away, which softmax does not see) give r >= 0 up to their rounding, hence the gate
-b <= C + 126 - KEYS - VALUES_LOW - PRECISION; raw keys only give r >= -b, hence half of that. A head outside
-the gate runs the online softmax. The natural exponent has the same bits, each worth ln 2.
+With b = max_i ||q_i|| M the largest p of a row is at least 2 ** (C - b + r), r its largest score.
+Smoothed keys (their mean taken away, which softmax does not see) give r >= 0 up to their rounding,
+hence the gate b <= C + 126 - KEYS - VALUES_LOW - PRECISION; raw keys only give r >= -b, hence half
+of that. A head outside the gate runs online. The natural exponent has the same bits, each worth
+ln 2.
 """
 
 import enum
@@ -92,7 +93,7 @@ def smooth_keys(
     attended: Bool[Array, "B T"] | None = None,
     mean: Float[Array, "B K H"] | None = None,
 ) -> Float[Array, "B T K H"]:
-    """Returns the keys without their mean over attended keys (or without `mean`, for one shard of many)."""
+    """Returns the keys less their mean over attended keys (or less `mean`, for a shard)."""
     if mean is None:
         mean = key_total(k, attended).mean()
     return (k.astype(jnp.float32) - mean[:, None]).astype(k.dtype)
@@ -153,6 +154,6 @@ def fixed_m_bounds(
     gate: Gate = Gate.MEASURED,
     exponent: Exponent = Exponent.BASE_2,
 ) -> FixedMBounds:
-    """Returns the bounds of a call whose queries and keys are all here (`k` as the kernel gets it)."""
+    """Returns the bounds of a call that holds all queries and keys (`k` as the kernel gets it)."""
     norms = measure_norms(q, k, v, attended, exponent=exponent)
     return gate_heads(norms, dtype=q.dtype.name, keys=keys, gate=gate, exponent=exponent)

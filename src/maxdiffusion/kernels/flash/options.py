@@ -51,7 +51,7 @@ class Online:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedM:
-    """Softmax against a bound known beforehand (see `fixed_m`); heads outside the gate run online."""
+    """Softmax against a bound (see `fixed_m`); heads outside the gate run online."""
 
     gate: Gate = Gate.MEASURED
 

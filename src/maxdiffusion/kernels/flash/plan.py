@@ -21,7 +21,7 @@ class KernelPlan:
 
     @property
     def folded(self) -> bool:
-        """Whether heads are lane columns of [B, S, N * H] (no transpose outside) or rows of [B, N, S, H]."""
+        """Whether heads are columns of [B, S, N * H] (nothing moves) or rows of [B, N, S, H]."""
         return self.shape.head_dim % LANES == 0
 
     @property

@@ -32,7 +32,7 @@ def reference_partials(
     kv_len: Int[Array, "B"] | None = None,
     kv_mask: Bool[Array, "B T"] | None = None,
 ) -> Partials:
-    """Returns the unnormalised output, the largest score of every query and the sum of exponentials."""
+    """Returns the unnormalised output, the largest score of every query and the sum of powers."""
     group, exact = q.shape[2] // k.shape[2], lax.Precision.HIGHEST
     k, v = (jnp.repeat(x.astype(jnp.float32), group, axis=2) for x in (k, v))
     scaled = q.astype(jnp.float32) * (exponent.per_nat * q.shape[3] ** -0.5)
