@@ -1,13 +1,13 @@
 """One block of the transformer: self-attention, attention to the text, feed-forward."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from maxdiffusion.attention import AttentionPlan, BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.config import WanTransformerConfig
 from maxdiffusion.models.wan.embeddings import MODULATIONS
@@ -21,9 +21,6 @@ from maxdiffusion.models.wan.layers import (
     modulation_table,
 )
 from maxdiffusion.models.wan.rope import rotate
-
-if TYPE_CHECKING:
-    from maxdiffusion.attention import AttentionPlan, BlockAttention
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +83,7 @@ class SelfAttention(Projections):
         x: Float[Array, "B S D"],
         step: StepContext,
         *,
-        attention: "AttentionPlan",
+        attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         queries = pin_heads(rotate(self.queries(x), step.cosines, step.sines), layout)
@@ -103,7 +100,7 @@ class CrossAttention(Projections):
         x: Float[Array, "B S D"],
         text: TextKeysValues,
         *,
-        attention: "AttentionPlan",
+        attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         queries = pin_heads(self.queries(x), layout)
@@ -152,7 +149,7 @@ class WanBlock(nnx.Module):
         step: StepContext,
         text: TextKeysValues,
         *,
-        attention: "BlockAttention",
+        attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         modulation = self.scale_shift_table[...] + step.modulation.astype(jnp.float32)

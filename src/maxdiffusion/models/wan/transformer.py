@@ -1,7 +1,5 @@
 """The WAN transformer: latent video, time and text in, velocity out."""
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Num
 
+from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.block import StepContext, TextKeysValues, WanBlock, pin_tokens
 from maxdiffusion.models.wan.config import WanTransformerConfig
@@ -22,9 +21,6 @@ from maxdiffusion.models.wan.embeddings import (
 )
 from maxdiffusion.models.wan.layers import Linear, Numerics, modulate, modulation_table
 from maxdiffusion.models.wan.rope import rotation_tables
-
-if TYPE_CHECKING:
-    from maxdiffusion.attention import BlockAttention
 
 _ONE_DEVICE = ActivationLayout()
 
@@ -79,7 +75,7 @@ class WanTransformer(nnx.Module):
         timestep_B: Num[Array, " B"],
         text: TextKeysValues,
         *,
-        attention: "BlockAttention",
+        attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B F Y X C"]:
         """The velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model."""
@@ -118,7 +114,7 @@ class WanTransformer(nnx.Module):
         step: StepContext,
         text: TextKeysValues,
         *,
-        attention: "BlockAttention",
+        attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         """`tokens` after all blocks."""

@@ -1,0 +1,78 @@
+"""Sizes: where they come from and what is refused."""
+
+import pytest
+
+from maxdiffusion.models.wan import (
+    WanTransformerConfig,
+    wan_2_1_t2v_1_3b,
+    wan_2_1_t2v_14b,
+    wan_2_2_i2v_a14b,
+    wan_2_2_t2v_a14b,
+)
+from maxdiffusion.runtime.problems import ProblemsFound
+
+
+def test_released_sizes():
+    small = wan_2_1_t2v_1_3b()
+    assert (small.layers, small.model_dim, small.ffn_dim) == (30, 1536, 8960)
+    large = wan_2_1_t2v_14b()
+    assert (large.layers, large.model_dim, large.ffn_dim) == (40, 5120, 13824)
+    assert wan_2_2_t2v_a14b() == large
+    assert wan_2_2_i2v_a14b().in_channels == 36
+
+
+def test_missing_keys_have_the_defaults_of_diffusers_and_private_ones_are_ignored():
+    config = WanTransformerConfig.from_diffusers({"_class_name": "WanTransformer3DModel"})
+    assert config == wan_2_1_t2v_14b()
+
+
+def test_sizes_come_from_diffusers_keys():
+    config = WanTransformerConfig.from_diffusers(
+        {
+            "num_layers": 3,
+            "num_attention_heads": 2,
+            "attention_head_dim": 32,
+            "patch_size": [1, 2, 2],
+        }
+    )
+    assert (config.layers, config.model_dim, config.patch) == (3, 64, (1, 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("frames_rows_columns", "tokens"),
+    [((21, 60, 104), 32_760), ((21, 90, 160), 75_600), ((3, 6, 4), 18)],
+)
+def test_tokens_of_a_latent_video(frames_rows_columns, tokens):
+    assert wan_2_1_t2v_14b().tokens(frames_rows_columns) == tokens
+
+
+def test_every_key_without_a_meaning_is_reported_at_once():
+    with pytest.raises(ProblemsFound) as caught:
+        WanTransformerConfig.from_diffusers(
+            {"image_dim": 1280, "qk_norm": "layer_norm", "window_size": 7}
+        )
+    assert {problem.name for problem in caught.value.problems} == {
+        "image_dim",
+        "qk_norm",
+        "window_size",
+    }
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({"layers": 0}, "layers"),
+        ({"heads": 2.0}, "heads"),
+        ({"ffn_dim": True}, "ffn_dim"),
+        ({"patch": (1, 0, 2)}, r"patch\[1\]"),
+        ({"head_dim": 33}, "head_dim"),
+    ],
+)
+def test_a_wrong_size_names_itself(sizes, name):
+    with pytest.raises(ProblemsFound, match=name):
+        WanTransformerConfig(**sizes)
+
+
+def test_positions_end_at_the_longest_sequence():
+    with pytest.raises(ValueError, match="rope_max_seq_len=1024"):
+        wan_2_1_t2v_14b().grid((1, 2, 2050))

@@ -1,0 +1,103 @@
+"""The transformer's table: every parameter, every name, and back again."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from maxdiffusion.models.wan import (
+    WanTransformer,
+    WanTransformerConfig,
+    wan_2_1_t2v_1_3b,
+    wan_2_2_i2v_a14b,
+    wan_2_2_t2v_a14b,
+)
+from maxdiffusion.weights.transformer_map import transformer_map
+
+SMALL = WanTransformerConfig(layers=3, heads=2, head_dim=8, ffn_dim=20, text_dim=12, freq_dim=6)
+
+
+def released_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a released WAN transformer of these sizes."""
+    width = config.model_dim
+    shapes = {"patch_embedding": (width, config.in_channels, *config.patch)}
+    embedder = "condition_embedder"
+    shapes |= {
+        f"{embedder}.time_embedder.linear_1": (width, config.freq_dim),
+        f"{embedder}.time_embedder.linear_2": (width, width),
+        f"{embedder}.time_proj": (6 * width, width),
+        f"{embedder}.text_embedder.linear_1": (width, config.text_dim),
+        f"{embedder}.text_embedder.linear_2": (width, width),
+        "proj_out": (math.prod(config.patch) * config.out_channels, width),
+    }
+    extra: dict[str, tuple[int, ...]] = {"scale_shift_table": (1, 2, width)}
+    for layer in range(config.layers):
+        block = f"blocks.{layer}"
+        for attention in ("attn1", "attn2"):
+            for part in ("to_q", "to_k", "to_v", "to_out.0"):
+                shapes[f"{block}.{attention}.{part}"] = (width, width)
+            for part in ("norm_q", "norm_k"):
+                extra[f"{block}.{attention}.{part}.weight"] = (width,)
+        shapes[f"{block}.ffn.net.0.proj"] = (config.ffn_dim, width)
+        shapes[f"{block}.ffn.net.2"] = (width, config.ffn_dim)
+        extra[f"{block}.norm2.weight"] = extra[f"{block}.norm2.bias"] = (width,)
+        extra[f"{block}.scale_shift_table"] = (1, 6, width)
+    weights = {f"{name}.weight": shape for name, shape in shapes.items()}
+    biases = {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
+    return weights | biases | extra
+
+
+def parameter_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
+    model = nnx.eval_shape(
+        lambda: WanTransformer(
+            config, dtype=jnp.bfloat16, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+        )
+    )
+    state = nnx.state(model, nnx.Param)
+    return {".".join(map(str, path)): param.shape for path, param in nnx.to_flat_state(state)}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "parameters"),
+    [
+        (wan_2_1_t2v_1_3b(), 825, 1_418_996_800),
+        (wan_2_2_t2v_a14b(), 1095, 14_288_491_584),
+        (wan_2_2_i2v_a14b(), 1095, 14_288_901_184),
+    ],
+    ids=["2.1-1.3b", "2.2-t2v-a14b", "2.2-i2v-a14b"],
+)
+def test_released_models_are_covered_exactly(config, tensors, parameters):
+    table = transformer_map(config)
+    names = [name for entry in table.entries for name in entry.sources(config.layers)]
+    assert len(names) == len(set(names)) == tensors
+    assert set(names) == set(released_shapes(config))
+    shapes = parameter_shapes(config)
+    assert {entry.parameter for entry in table.entries} == set(shapes)
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
+
+
+def test_every_tensor_fits_its_parameter_and_comes_back():
+    released, shapes = released_shapes(SMALL), parameter_shapes(SMALL)
+    rng = np.random.default_rng(0)
+    for entry in transformer_map(SMALL).entries:
+        for name in entry.sources(SMALL.layers):
+            tensor = rng.standard_normal(released[name])
+            parameter = entry.transform.apply(tensor)
+            stacked = (SMALL.layers,) if entry.stacked else ()
+            assert (*stacked, *parameter.shape) == shapes[entry.parameter]
+            np.testing.assert_array_equal(entry.transform.invert(parameter), tensor)
+
+
+def test_only_rotated_features_are_regrouped():
+    head = np.arange(8.0)
+    halves = np.array([0, 2, 4, 6, 1, 3, 5, 7.0])
+    by_parameter = {entry.parameter: entry for entry in transformer_map(SMALL).entries}
+    for name in ("to_q.bias", "to_k.bias", "norm_q.scale", "norm_k.scale"):
+        rotated = by_parameter[f"blocks.attn1.{name}"].transform.apply(np.tile(head, 2))
+        np.testing.assert_array_equal(rotated, np.tile(halves, 2))
+        kept = by_parameter[f"blocks.attn2.{name}"].transform.apply(np.tile(head, 2))
+        np.testing.assert_array_equal(kept, np.tile(head, 2))
+    values = by_parameter["blocks.attn1.to_v.bias"].transform.apply(np.tile(head, 2))
+    np.testing.assert_array_equal(values, np.tile(head, 2))
