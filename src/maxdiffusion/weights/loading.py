@@ -8,11 +8,11 @@ a few megabytes each, so the host holds that much per thread beside the paramete
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import chain, zip_longest
-from typing import Any
+from itertools import zip_longest
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -20,12 +20,11 @@ from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
 from maxdiffusion.mesh import parameter_sharding
 from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.boxes import Box, extents, intersect, slices_within, volume
-from maxdiffusion.weights.checkpoint_map import CheckpointMap, Transform
+from maxdiffusion.weights.checkpoint_map import CheckpointMap
 from maxdiffusion.weights.matching import Match, match_parameters
 from maxdiffusion.weights.placing import DeviceBuffer, HostBuffer, ParameterBuffers
 from maxdiffusion.weights.reading import FileReader
-from maxdiffusion.weights.safetensors_file import StoredTensor
+from maxdiffusion.weights.reads import Read, parameter_reads
 from maxdiffusion.weights.safetensors_index import StoredWeights
 
 READ_BYTES = 8 << 20
@@ -69,27 +68,17 @@ class LoadOptions:
                 raise ValueError(f"{name}={value}: must be at least 1")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    """One read: a box of a stored tensor, and the box of the parameter that it becomes."""
+class _Slot(NamedTuple):
+    """A parameter and the buffers that it is loaded into."""
 
-    tensor: StoredTensor
-    tensor_box: Box
-    transform: Transform
-    stacked: bool
-    target: ParameterBuffers
-    target_box: Box
-    region: Box  # what of the target box is wanted
+    match: Match
+    buffers: ParameterBuffers
 
-    def run(self, reader: FileReader) -> int:
-        """Reads, rearranges and places the values; returns their bytes."""
-        source = reader.read(self.tensor, self.tensor_box)
-        values = self.transform.apply(source)
-        values = values[None] if self.stacked else values
-        wanted = intersect(self.target_box, self.region)
-        assert wanted is not None, (self.target_box, self.region)
-        self.target.put(wanted, values[slices_within(wanted, self.target_box)])
-        return source.nbytes
+    @property
+    def bytes_needed(self) -> int:
+        """The stored bytes of what this process holds."""
+        stored = sum(tensor.float_dtype.itemsize for tensor in self.match.sources)
+        return self.buffers.needed // len(self.match.sources) * stored
 
 
 def load_parameters(
@@ -114,30 +103,20 @@ def load_components(
     """The parameters of several components, loaded side by side, and what it cost."""
     options = options or LoadOptions()
     began = time.perf_counter()
-    matches = match_components(sources)
-    buffers = {
-        name: [_buffers(match, mesh, options) for match in found] for name, found in matches.items()
+    slots = {
+        name: [_Slot(match, _buffers(match, mesh, options)) for match in matches]
+        for name, matches in match_components(sources).items()
     }
-    plans = [
-        sorted(
-            chain.from_iterable(
-                map(_reads, found, buffers[name], [options.read_bytes] * len(found))
-            ),
-            key=lambda read: (read.tensor.file, read.tensor.start, read.tensor_box),
-        )
-        for name, found in matches.items()
-    ]
     with FileReader() as reader:
-        _run(plans, reader, options.threads, progress)
+        _run([_plan(found, options) for found in slots.values()], reader, options, progress)
         bytes_read = reader.bytes_read
-    states = {name: _state(found, buffers[name]) for name, found in matches.items()}
-    needed = sum(
-        target.needed * match.sources[0].float_dtype.itemsize
-        for name, found in matches.items()
-        for match, target in zip(found, buffers[name], strict=True)
+    states = {name: _state(found) for name, found in slots.items()}
+    report = LoadReport(
+        bytes_read=bytes_read,
+        bytes_needed=sum(slot.bytes_needed for found in slots.values() for slot in found),
+        seconds=time.perf_counter() - began,
     )
-    seconds = time.perf_counter() - began
-    return states, LoadReport(bytes_read=bytes_read, bytes_needed=needed, seconds=seconds)
+    return states, report
 
 
 def match_components(sources: Mapping[str, ComponentSource]) -> dict[str, list[Match]]:
@@ -165,57 +144,19 @@ def _buffers(match: Match, mesh: Mesh | None, options: LoadOptions) -> Parameter
     return ParameterBuffers(variable.shape, variable.dtype, sharding, options.buffer)
 
 
-def _reads(match: Match, target: ParameterBuffers, read_bytes: int) -> Iterator[_Read]:
-    """Every read that a parameter needs in this process."""
-    transform, stacked = match.entry.transform, match.entry.stacked
-    for region in target.regions():
-        layers, box = (region[0], region[1:]) if stacked else ((0, 1), region)
-        for layer in range(*layers):
-            tensor = match.sources[layer]
-            lead = ((layer, layer + 1),) if stacked else ()
-            for part in _parts(transform, box, tensor, read_bytes):
-                yield _Read(
-                    tensor=tensor,
-                    tensor_box=_tensor_box(transform, part),
-                    transform=transform,
-                    stacked=stacked,
-                    target=target,
-                    target_box=(*lead, *part),
-                    region=region,
-                )
-
-
-def _tensor_box(transform: Transform, box: Box) -> Box:
-    """The box of the stored tensor that becomes `box` of the parameter (or of one layer of it)."""
-    dimensions = transform.dimensions(len(box))
-    return tuple((0, 1) if dimension is None else box[dimension] for dimension in dimensions)
-
-
-def _parts(transform: Transform, box: Box, tensor: StoredTensor, read_bytes: int) -> Iterator[Box]:
-    """`box`, widened to whole units and cut along the slowest dimension of the file into reads."""
-    if not box:
-        yield box
-        return
-    unit, (start, stop) = transform.unit, box[-1]
-    box = (*box[:-1], (start // unit * unit, -(-stop // unit) * unit))
-    dimensions = [d for d in transform.dimensions(len(box)) if d is not None]
-    cut = next((d for d in dimensions if extents(box)[d] > 1), dimensions[0])
-    start, stop = box[cut]
-    row_bytes = volume(box) // (stop - start) * tensor.float_dtype.itemsize
-    grain = unit if cut == len(box) - 1 else 1
-    step = max(grain, read_bytes // row_bytes // grain * grain)
-    for first in range(start, stop, step):
-        yield (*box[:cut], (first, min(first + step, stop)), *box[cut + 1 :])
+def _plan(slots: list[_Slot], options: LoadOptions) -> list[Read]:
+    """The reads of a component, in the order of its files."""
+    reads = [read for slot in slots for read in parameter_reads(*slot, options.read_bytes)]
+    return sorted(reads, key=lambda read: (read.tensor.file, read.tensor.start, read.tensor_box))
 
 
 def _run(
-    plans: list[list[_Read]], reader: FileReader, threads: int, progress: Progress | None
+    plans: list[list[Read]], reader: FileReader, options: LoadOptions, progress: Progress | None
 ) -> None:
     """Runs all reads, those of different components in turn; the first error stops the rest."""
     reads = [read for turn in zip_longest(*plans) for read in turn if read is not None]
-    sizes = [volume(read.tensor_box) * read.tensor.float_dtype.itemsize for read in reads]
-    total, done = sum(sizes), 0
-    with ThreadPoolExecutor(threads, thread_name_prefix="weights") as pool:
+    total, done = sum(read.size for read in reads), 0
+    with ThreadPoolExecutor(options.threads, thread_name_prefix="weights") as pool:
         pending = {pool.submit(read.run, reader) for read in reads}
         try:
             while pending:
@@ -228,10 +169,9 @@ def _run(
                 future.cancel()
 
 
-def _state(matches: list[Match], buffers: list[ParameterBuffers]) -> nnx.State:
+def _state(slots: list[_Slot]) -> nnx.State:
     """The variables with their values, in the structure of the abstract state."""
     flat: list[tuple[tuple[Any, ...], nnx.Variable]] = [
-        (match.path, match.variable.replace(target.finish()))
-        for match, target in zip(matches, buffers, strict=True)
+        (match.path, match.variable.replace(buffers.finish())) for match, buffers in slots
     ]
     return nnx.from_flat_state(flat)

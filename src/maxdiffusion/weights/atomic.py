@@ -1,0 +1,48 @@
+"""Folders that appear whole or not at all."""
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+UNFINISHED = ".unfinished-"
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """An unfinished folder beside `folder` that takes its place when the block ends well.
+
+    What was at `folder` before is removed only after the new one is complete.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = folder.parent / f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}"
+    unfinished.mkdir()
+    try:
+        yield unfinished
+        _flush(unfinished)
+        _swap(unfinished, folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _swap(unfinished: Path, folder: Path) -> None:
+    """Puts the new folder in the place of the old one."""
+    if not folder.exists():
+        unfinished.rename(folder)
+        return
+    old = unfinished.with_name(f"{unfinished.name}-old")
+    folder.rename(old)
+    unfinished.rename(folder)
+    shutil.rmtree(old)
+
+
+def _flush(folder: Path) -> None:
+    """Brings the content to the disk, so that a crash after the rename does not leave holes."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
