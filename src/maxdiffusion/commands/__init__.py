@@ -1,1 +1,1 @@
-
+"""What a person types: from a config to video files."""

@@ -3,22 +3,7 @@
 from dataclasses import dataclass
 
 from maxdiffusion.mesh.request import MeshSplit
-
-# Guidance weighs two predictions; up to this scale the negative prompt has no part in them.
-NO_GUIDANCE = 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuidanceScales:
-    """Strength of guidance for each expert; a model with one transformer has both the same."""
-
-    high_noise: float
-    low_noise: float
-
-    @property
-    def active(self) -> bool:
-        """Whether any step needs the negative prompt."""
-        return max(self.high_noise, self.low_noise) > NO_GUIDANCE
+from maxdiffusion.pipelines.scales import GuidanceScales
 
 
 @dataclass(frozen=True, kw_only=True)

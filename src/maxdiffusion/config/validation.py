@@ -12,10 +12,11 @@ from maxdiffusion.config.features import (
     model_refusal,
     refused_features,
 )
-from maxdiffusion.config.job import GuidanceScales, Job
+from maxdiffusion.config.job import Job
 from maxdiffusion.config.output_checks import output_problems, vae_problems
 from maxdiffusion.config.prompts import read_prompts
 from maxdiffusion.mesh.request import MeshSplit, mesh_request, resolve
+from maxdiffusion.pipelines.scales import GuidanceScales
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 # WAN 2.1 is published with this strength.

@@ -18,6 +18,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
 from maxdiffusion.pipelines.guidance import Guidance
+from maxdiffusion.runtime.timing import StepTime
 from maxdiffusion.schedulers import Sampler, step_row
 
 
@@ -76,16 +77,6 @@ class Experts:
         return self.high_noise if timestep >= self.boundary else self.low_noise
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepReport:
-    """One finished step, for progress and timing."""
-
-    index: int
-    timestep: float
-    expert: str
-    seconds: float
-
-
 class NotFiniteError(ArithmeticError):
     """The latents hold NaN or infinity."""
 
@@ -112,8 +103,11 @@ def denoise(
     *,
     sampler: Sampler,
     experts: Experts,
-) -> Iterator[tuple[Any, StepReport]]:
-    """Yields the state after each step; stops with NotFiniteError at the first bad one."""
+) -> Iterator[tuple[Any, StepTime]]:
+    """Yields the state after each step, and its time; stops at the first that is not finite.
+
+    The state lives until the next step is asked for: each step reuses the memory of the one before.
+    """
     timesteps: Sequence[float] = [float(t) for t in sampler.timesteps]
     for index, timestep in enumerate(timesteps):
         expert = experts.at(timestep)
@@ -127,5 +121,5 @@ def denoise(
         seconds = time.perf_counter() - started
         yield (
             state,
-            StepReport(index=index, timestep=timestep, expert=expert.name, seconds=seconds),
+            StepTime(index=index, timestep=timestep, expert=expert.name, seconds=seconds),
         )

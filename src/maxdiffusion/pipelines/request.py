@@ -1,27 +1,14 @@
 """What one generation is asked to make."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from maxdiffusion.pipelines.guidance import ClassifierFree, Guidance, Unguided
+from maxdiffusion.pipelines.scales import GuidanceScales
 from maxdiffusion.pipelines.shapes import VideoShape
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.schedulers import Sampler
-
-
-@dataclass(frozen=True, kw_only=True)
-class GuidanceScales:
-    """How strongly each expert follows the prompt."""
-
-    high_noise: float
-    low_noise: float
-
-    @property
-    def guidance(self) -> Guidance:
-        """Classifier-free guidance if any scale asks for it; a scale of 1 is the prompt alone."""
-        return ClassifierFree() if max(self.high_noise, self.low_noise) > 1 else Unguided()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +31,11 @@ class Request:
         problems = [*self._count_problems(), *self._seed_problems()]
         if problems:
             raise ProblemsFound(problems)
+
+    @property
+    def guidance(self) -> Guidance:
+        """One batch of two if any scale asks for it; otherwise the prompt alone."""
+        return ClassifierFree() if self.scales.active else Unguided()
 
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)
@@ -74,8 +66,3 @@ class Request:
             for seed in self.seeds
             if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32
         ]
-
-    def from_seeds(self, prompts: Sequence[str], seeds: Sequence[int]) -> "Request":
-        """The same for other prompts and seeds."""
-        negatives = (self.negative_prompts[0],) * len(prompts)
-        return replace(self, prompts=tuple(prompts), negative_prompts=negatives, seeds=tuple(seeds))

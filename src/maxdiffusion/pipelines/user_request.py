@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from maxdiffusion.pipelines.request import GuidanceScales, Request
+from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.scales import NO_GUIDANCE, GuidanceScales
 from maxdiffusion.pipelines.shapes import LatentShape, VideoShape, latent_shape
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
@@ -44,8 +45,8 @@ def request_from_arguments(
     shape = latent_shape(video, spec.vae, spec.transformer)
     second = guidance_scale if guidance_scale_2 is None else guidance_scale_2
     scales = GuidanceScales(high_noise=guidance_scale, low_noise=second)
-    if guidance_scale <= 1:
-        scales = GuidanceScales(high_noise=1.0, low_noise=1.0)
+    if guidance_scale <= NO_GUIDANCE:
+        scales = GuidanceScales(high_noise=NO_GUIDANCE, low_noise=NO_GUIDANCE)
     return Request(
         prompts=tuple(prompts),
         negative_prompts=tuple(_negatives(negative_prompt, prompts, num_videos_per_prompt)),

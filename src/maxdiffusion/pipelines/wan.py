@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.pipelines.denoise import Expert, Experts, StepReport, denoise
+from maxdiffusion.pipelines.denoise import Expert, Experts, denoise
 from maxdiffusion.pipelines.loading import WanParameters, load_wan_parameters
 from maxdiffusion.pipelines.noise import initial_noise
 from maxdiffusion.pipelines.programs import (
@@ -31,6 +31,8 @@ from maxdiffusion.pipelines.settings import PipelineSettings, Precision
 from maxdiffusion.pipelines.shapes import latent_shape
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, open_wan_folder
 from maxdiffusion.pipelines.user_request import request_from_arguments
+from maxdiffusion.runtime.timing import StepTime
+from maxdiffusion.weights.folder import ModelFolder
 from maxdiffusion.weights.loading import Progress
 
 OutputType = Literal["np", "latent", "uint8"]
@@ -90,8 +92,15 @@ class WanPipeline:
             settings=settings,
             mesh=mesh or single_device_mesh(),
         )
-        tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
-        parameters, _ = load_wan_parameters(opened, workshop, progress=progress)
+        return cls.load(opened, workshop, progress=progress)
+
+    @classmethod
+    def load(
+        cls, folder: ModelFolder, workshop: Workshop, *, progress: Progress | None = None
+    ) -> "WanPipeline":
+        """The pipeline of an opened folder, its weights read onto the mesh of the workshop."""
+        tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
+        parameters, _ = load_wan_parameters(folder, workshop, progress=progress)
         return cls(workshop=workshop, parameters=parameters, tokenizer=tokenizer)
 
     def __call__(
@@ -134,15 +143,22 @@ class WanPipeline:
         return ProgramShape(
             videos=len(request.prompts),
             latent=latent_shape(request.video, spec.vae, spec.transformer),
-            guidance=request.scales.guidance,
+            guidance=request.guidance,
             text_length=self.workshop.settings.text_length,
         )
 
-    def compile(self, request: Request, frame_format: FrameFormat = as_floats) -> None:
-        """Compiles everything that the request will run, for both experts."""
+    def compile(
+        self,
+        request: Request,
+        frame_format: FrameFormat = as_floats,
+        *,
+        other_prompts: Sequence[str] = (),
+    ) -> None:
+        """Compiles everything that the request, also with the other prompts, will run."""
         shape = self.shape(request)
         with self._precision():
-            self._prompts.compile([*request.prompts, *request.negative_prompts], shape.text_length)
+            texts = [*request.prompts, *request.negative_prompts, *other_prompts]
+            self._prompts.compile(texts, shape.text_length)
         self._read_text(shape)
         self._step(shape, request)
         self._decode(shape, frame_format)
@@ -181,8 +197,8 @@ class WanPipeline:
 
     def denoise(
         self, request: Request, experts: Experts
-    ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepReport]]:
-        """Yields the latents after every step."""
+    ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
+        """Yields the latents after every step, which live until the next one, and its time."""
         shape = self.shape(request)
         if request.latents is None:
             latents = initial_noise(request.seeds, shape.latent)

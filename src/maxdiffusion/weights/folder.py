@@ -89,9 +89,15 @@ def locate(
         return path, ()
     if path.exists():
         return None, (_not_a_folder(location, "is a file"),)
-    if isinstance(location, str) and re.fullmatch(HUB_ID, location):
+    if is_remote(location):
         return download(location, needed, name=KEY)
     return None, (_not_a_folder(location, "does not exist"),)
+
+
+def is_remote(location: str | Path) -> bool:
+    """Whether a model would have to be fetched from the hub."""
+    hub_id = isinstance(location, str) and re.fullmatch(HUB_ID, location) is not None
+    return hub_id and not Path(location).expanduser().exists()
 
 
 def listed_components(index: Mapping[str, Any]) -> tuple[str, ...]:

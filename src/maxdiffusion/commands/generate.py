@@ -1,0 +1,151 @@
+"""From a checked config to video files, with a plan before and a timing summary after."""
+
+import os
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from maxdiffusion import __version__
+from maxdiffusion.commands.pipeline_settings import sampler, video_shape
+from maxdiffusion.commands.preparation import Preparation, prepare
+from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
+from maxdiffusion.config.config import Config, without_meaning
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.pipelines.programs import as_bytes
+from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.runtime.progress import bytes_bar, steps_bar
+from maxdiffusion.runtime.timing import Stage, Timings
+from maxdiffusion.runtime.video import write_video
+
+
+def generate(reading: Reading) -> None:
+    """Makes the videos of a config; raises ProblemsFound before anything costly is done."""
+    use_cache(reading.config)
+    preparation = prepare(reading)
+    say(start_up_plan(preparation))
+    timings = Timings()
+    pipeline = load(preparation, timings)
+    videos = list_videos(preparation.config, preparation.job)
+    groups = list(batches(videos, preparation.shape.videos))
+    with timings.stage(Stage.COMPILE):
+        prompts = [video.prompt for video in videos]
+        pipeline.compile(request(preparation, groups[0]), as_bytes, other_prompts=prompts)
+    for group in groups:
+        frames = make(pipeline, request(preparation, group), timings)
+        write(preparation.config, group, frames)
+    say(timings.summary())
+    if preparation.config.timing_file and jax.process_index() == 0:
+        timings.write(Path(preparation.config.timing_file), run_details(preparation))
+
+
+def use_cache(config: Config) -> None:
+    """Keeps compiled programs in `jax_cache_dir`, if the config names one."""
+    if config.jax_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def say(text: str) -> None:
+    """Prints for people, once for all processes."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
+
+
+def start_up_plan(preparation: Preparation) -> str:
+    """What will run, in words, before it does."""
+    config, job, workshop = preparation.config, preparation.job, preparation.workshop
+    device, shape = workshop.mesh.devices.flat[0], preparation.shape
+    axes = " x ".join(f"{axis} {size}" for axis, size in workshop.mesh.shape.items())
+    lines = [
+        f"maxdiffusion {__version__} on {workshop.mesh.size} x {device.device_kind}",
+        f"model: {config.model_name} from {config.pretrained_model_name_or_path}",
+        f"mesh: {axes}",
+        workshop.attention(shape).describe(),
+        workshop.decoder_sharding(shape).describe(),
+        workshop.settings.precision.describe(),
+        f"videos: {job.videos} of {config.num_frames} frames of {config.width}x{config.height}, "
+        f"{shape.videos} at a time, {config.num_inference_steps} steps",
+    ]
+    unused = without_meaning(config)
+    return "\n".join([*lines, unused] if unused else lines)
+
+
+def load(preparation: Preparation, timings: Timings) -> WanPipeline:
+    """The pipeline with its weights, after a progress bar."""
+    with timings.stage(Stage.LOAD) as clock, bytes_bar("Loading") as progress:
+        pipeline = WanPipeline.load(preparation.folder, preparation.workshop, progress=progress)
+        clock.ready(pipeline.parameters.transformers)
+    return pipeline
+
+
+def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:
+    """The request of a group; a last group that is too small is filled up with its last video."""
+    config, job = preparation.config, preparation.job
+    full = [*group, *[group[-1]] * (preparation.shape.videos - len(group))]
+    return Request(
+        prompts=tuple(video.prompt for video in full),
+        negative_prompts=(config.negative_prompt,) * len(full),
+        video=video_shape(config),
+        sampler=sampler(config, preparation.workshop.spec),
+        scales=job.guidance,
+        boundary_ratio=config.boundary_ratio if config.model_name == "wan2.2" else None,
+        seeds=tuple(video.seed for video in full),
+    )
+
+
+def make(pipeline: WanPipeline, request: Request, timings: Timings) -> list[np.ndarray]:
+    """The frames of every video of a request, as bytes."""
+    with timings.stage(Stage.INFERENCE):
+        with timings.stage(Stage.CONDITIONING):
+            experts = pipeline.condition(request)
+        steps = len(request.sampler.timesteps)
+        with timings.stage(Stage.DENOISE), steps_bar("Denoising", steps) as advance:
+            for latents, step in pipeline.denoise(request, experts):
+                timings.add_step(step)
+                advance()
+            finished = np.asarray(latents)
+        with (
+            timings.stage(Stage.VAE_DECODE),
+            steps_bar("Decoding", len(finished), unit="video") as advance,
+        ):
+            frames = []
+            for video in finished:
+                frames.append(decode(pipeline, request, video, timings))
+                advance()
+    return frames
+
+
+def decode(
+    pipeline: WanPipeline, request: Request, latents: np.ndarray, timings: Timings
+) -> np.ndarray:
+    """The frames of one video, on the host."""
+    with timings.stage(Stage.VAE_DECODE_DEVICE):
+        frames = pipeline.decode(request, latents, as_bytes)
+    with timings.stage(Stage.VAE_DECODE_HOST):
+        return np.asarray(frames)
+
+
+def write(config: Config, group: tuple[Video, ...], frames: list[np.ndarray]) -> None:
+    """Writes the videos of a group; what only filled it up is left out."""
+    if jax.process_index() != 0:
+        return
+    for video, pictures in zip(group, frames, strict=False):
+        write_video(video.path, pictures, fps=config.fps, metadata=metadata(config, video))
+        print(f"wrote {video.path}", flush=True)
+
+
+def run_details(preparation: Preparation) -> dict[str, object]:
+    """What the timings are of."""
+    config, workshop = preparation.config, preparation.workshop
+    return {
+        "software": f"maxdiffusion {__version__}",
+        "device_kind": workshop.mesh.devices.flat[0].device_kind,
+        "devices": workshop.mesh.size,
+        "mesh": dict(workshop.mesh.shape),
+        "attention": config.attention,
+        "videos": preparation.job.videos,
+        "videos_at_a_time": preparation.shape.videos,
+        "config": dict(config.values),
+    }

@@ -1,0 +1,62 @@
+"""The videos of a job: what each shows, its seed, its file, and which are made together."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxdiffusion import __version__
+from maxdiffusion.config.config import Config
+from maxdiffusion.config.job import Job
+from maxdiffusion.runtime.video import VideoMetadata
+
+
+@dataclass(frozen=True, kw_only=True)
+class Video:
+    """One video to make."""
+
+    prompt: str
+    seed: int
+    path: Path
+
+
+def list_videos(config: Config, job: Job) -> tuple[Video, ...]:
+    """The videos in order: every prompt with seeds seed, seed + 1, ..."""
+    folder = Path(config.output_dir)
+    prompts_and_seeds = [
+        (prompt, config.seed + copy)
+        for prompt in job.prompts
+        for copy in range(job.videos_per_prompt)
+    ]
+    return tuple(
+        Video(
+            prompt=prompt,
+            seed=seed,
+            path=folder / config.output_name.format(seed=config.seed, i=index),
+        )
+        for index, (prompt, seed) in enumerate(prompts_and_seeds)
+    )
+
+
+def batches(videos: tuple[Video, ...], size: int) -> Iterator[tuple[Video, ...]]:
+    """The videos in groups of `size`; the last group may be smaller."""
+    for first in range(0, len(videos), size):
+        yield videos[first : first + size]
+
+
+def metadata(config: Config, video: Video) -> VideoMetadata | None:
+    """What the file says of its making; None if the config wants nothing said."""
+    if not config.embed_metadata:
+        return None
+    names = (
+        *("negative_prompt", "height", "width", "num_frames", "fps", "num_inference_steps"),
+        *("scheduler", "flow_shift", "pretrained_model_name_or_path", "model_name"),
+        *("weights_dtype", "activations_dtype", "attention"),
+    )
+    scales = (
+        ("guidance_scale_high", "guidance_scale_low", "boundary_ratio")
+        if config.model_name == "wan2.2"
+        else ("guidance_scale",)
+    )
+    settings = {name: config.values[name] for name in (*names, *scales)}
+    made_by = {"software": f"maxdiffusion {__version__}", "prompt": video.prompt}
+    return VideoMetadata(prompt=video.prompt, settings={**made_by, "seed": video.seed, **settings})
