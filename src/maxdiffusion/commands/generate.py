@@ -102,10 +102,12 @@ def make(pipeline: WanPipeline, request: Request, timings: Timings) -> list[np.n
             experts = pipeline.condition(request)
         steps = len(request.sampler.timesteps)
         with timings.stage(Stage.DENOISE), steps_bar("Denoising", steps) as advance:
+            finished = np.empty(0)
             for latents, step in pipeline.denoise(request, experts):
                 timings.add_step(step)
                 advance()
-            finished = np.asarray(latents)
+                if step.index == steps - 1:
+                    finished = np.asarray(latents)
         with (
             timings.stage(Stage.VAE_DECODE),
             steps_bar("Decoding", len(finished), unit="video") as advance,

@@ -117,10 +117,8 @@ class ModelChecks:
             videos = batch_size(config, self.device_count)
         except ProblemsFound:
             return False
-        return (
-            not list(data_axis_problems(config, videos, split))
-            and heads % (split.shape.tensor) == 0
-        )
+        divides = heads % split.shape.tensor == 0
+        return divides and not list(data_axis_problems(config, videos, split))
 
 
 def expert_problems(config: Config, spec: WanSpec) -> Iterator[Problem]:
