@@ -1,6 +1,7 @@
 """Writes docs/configuration.md from the table of keys.
 
-Run as `python -m maxdiffusion.config.documentation` in the repository's root folder. With `--check` it writes nothing and fails if the file is not what it would write.
+Run as `python -m maxdiffusion.config.documentation` in the repository's root folder. With `--check`
+it writes nothing and fails if the file is not what it would write.
 """
 
 import json

@@ -68,10 +68,14 @@ class Frozen(dict[str, Any]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted((key, repr(value)) for key, value in self.items())))
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Frozen, (dict(self),))
+
+    def _refuse(self, *_: object, **__: object) -> Any:
         raise TypeError("a config does not change once it is loaded")
 
-    __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = __setitem__  # type: ignore
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 @dataclass(frozen=True)

@@ -132,7 +132,7 @@ def read_text(text: str, path: str) -> tuple[list[Entry], list[Problem]]:
     loader = CoreLoader(text)
     try:
         root = loader.get_single_node()
-        if root is None:
+        if root is None or root.tag == "tag:yaml.org,2002:null":
             raise FormError("is empty")
         if not isinstance(root, yaml.MappingNode):
             held = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"

@@ -1,0 +1,262 @@
+"""A job is checked before weights are touched, and everything wrong with it is said at once."""
+
+import pytest
+from config.writing import write
+
+from maxdiffusion.attention import ATTENTION_NAMES
+from maxdiffusion.config import load_config, read_config
+from maxdiffusion.config.keys import KEYS
+from maxdiffusion.config.schema import Use
+from maxdiffusion.config.validation import check_job
+from maxdiffusion.runtime.problems import Problem, ProblemsFound
+
+
+@pytest.fixture
+def path(tmp_path):
+    return write(tmp_path, f"output_dir: {tmp_path / 'videos'}\nprompt: a cat\n")
+
+
+def job_of(path, *overrides, devices=8, **options):
+    return check_job(load_config([path, *overrides]), device_count=devices, **options)
+
+
+def message(path, *overrides, devices=8, **options):
+    with pytest.raises(ProblemsFound) as caught:
+        job_of(path, *overrides, devices=devices, **options)
+    return str(caught.value)
+
+
+def test_defaults_make_one_video_on_any_number_of_devices(path):
+    for devices in (1, 8, 6):
+        job = job_of(path, devices=devices)
+        assert (job.prompts, job.videos, job.batch_size) == (("a cat",), 1, 1)
+        assert job.mesh.shape.devices == devices
+
+
+@pytest.mark.parametrize(
+    ("overrides", "per_prompt", "batch"),
+    [
+        (["per_device_batch_size=0.125"], 1, 1),
+        (["per_device_batch_size=0.25"], 2, 2),
+        (["per_device_batch_size=0.3"], 2, 2),
+        (["num_videos=3"], 3, 1),
+        (["num_videos=3", "per_device_batch_size=0.25"], 3, 2),
+        (["num_videos=1", "per_device_batch_size=1.0"], 1, 1),
+    ],
+)
+def test_videos_per_prompt_and_at_once(path, overrides, per_prompt, batch):
+    job = job_of(path, *overrides)
+    assert (job.videos_per_prompt, job.batch_size) == (per_prompt, batch)
+
+
+def test_batch_of_no_videos(path):
+    assert message(path, "per_device_batch_size=0.1") == (
+        "per_device_batch_size=0.1: means no video at all: 8 devices x 0.1, rounded down, is 0. "
+        "Use 0.125 for one video at a time, or leave the key out."
+    )
+
+
+@pytest.mark.parametrize("devices", [3, 6, 7, 8, 13, 128])
+def test_the_way_out_of_no_videos_is_one_video(path, devices):
+    remedy = message(path, "per_device_batch_size=0.001", devices=devices)
+    value = remedy.split("Use ")[1].split(" ")[0]
+    job = job_of(path, f"per_device_batch_size={value}", devices=devices)
+    assert job.batch_size == 1
+
+
+def test_prompts_of_a_list_and_of_a_file(path, tmp_path):
+    assert job_of(path, 'prompt=["a","b"]').prompts == ("a", "b")
+    lines = write(tmp_path, "a fox\n\n  a crow \n", "prompts.txt")
+    job = job_of(path, f"prompts_file={lines}", "num_videos=2")
+    assert job.prompts == ("a fox", "a crow")
+    assert job.videos == 4
+
+
+def test_prompts_file_that_cannot_be_used(path, tmp_path):
+    way_out = "Give a text file in UTF-8 with one prompt per line."
+    gone = tmp_path / "gone.txt"
+    assert message(path, f"prompts_file={gone}") == (
+        f"prompts_file='{gone}': cannot be read: No such file or directory. {way_out}"
+    )
+    blank = write(tmp_path, "\n \n", "blank.txt")
+    assert message(path, f"prompts_file={blank}") == (
+        f"prompts_file='{blank}': holds no prompts. {way_out}"
+    )
+    binary = tmp_path / "binary.txt"
+    binary.write_bytes(b"\xff\xfe\x80")
+    assert "is not text in UTF-8" in message(path, f"prompts_file={binary}")
+    both = message(path, f"prompts_file={blank}", "prompt=a")
+    assert "the command line also gives prompt" in both
+
+
+def test_unknown_attention(path):
+    said = message(path, "attention=flahs")
+    assert said == (
+        f"attention='flahs': must be one of {', '.join(ATTENTION_NAMES)}. The nearest is 'flash'."
+    )
+    assert job_of(path, "attention=dot_product")
+
+
+def test_mesh_against_devices(path):
+    assert message(path, "ici_context_parallelism=3") == (
+        "ici_*_parallelism='data=1, fsdp=1, context=3, tensor=1': their product is 3, but the "
+        "number of devices in a slice is 8. Choose sizes whose product is 8, for example "
+        "ici_context_parallelism=8."
+    )
+
+
+def test_batch_against_the_data_axis(path):
+    assert job_of(path, "ici_data_parallelism=2").mesh.shape.data == 2
+    assert message(path, "ici_data_parallelism=4") == (
+        "ici_data_parallelism=4: must divide the 2 rows of a batch (videos: 1 at once with "
+        "guidance). Use 1 or 2, or more videos at once with per_device_batch_size."
+    )
+    off = ("guidance_scale_high=1", "guidance_scale_low=1")
+    assert "must divide the 1 rows" in message(path, "ici_data_parallelism=2", *off)
+    assert job_of(path, "ici_data_parallelism=4", "per_device_batch_size=0.25")
+
+
+def test_tensor_axis_against_heads(path):
+    assert message(path, "ici_tensor_parallelism=8", heads=12) == (
+        "ici_tensor_parallelism=8: must divide the 12 heads. Use one of 1, 2, 3, 4, 6, 12."
+    )
+
+
+def test_heads_bound_the_ulysses_axis(path):
+    shape = job_of(path, heads=12).mesh.shape
+    assert (shape.ring, shape.ulysses) == (2, 4)
+
+
+def test_vae_split_and_tiles(path):
+    assert message(path, "vae_spatial=3") == (
+        "vae_spatial=3: must divide the 8 devices. Use one of 1, 2, 4, 8, or -1 for all."
+    )
+    assert message(path, "vae_tile_stride_height=512") == (
+        "vae_tile_stride_height=512: must not exceed vae_tile_height=256, or pixels are left out. "
+        "Use at most 256."
+    )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "rule"),
+    [
+        ("video.mp4", "must hold {i}, so that several videos get several names"),
+        ("{i}_{name}.mp4", "knows {seed} and {i} only"),
+        ("{i:03d}.mp4", "knows {seed} and {i} only"),
+        ("{i.mp4", "braces must enclose seed or i"),
+        ("{i}.gif", "must be a file name without folders that ends in .mp4"),
+        ("../{i}.mp4", "must be a file name without folders that ends in .mp4"),
+    ],
+)
+def test_names_of_videos(path, pattern, rule):
+    assert message(path, f"output_name={pattern}", "num_videos=2") == (
+        f"output_name='{pattern}': {rule}. Use a name like wan_output_{{seed}}_{{i}}.mp4."
+    )
+
+
+def test_one_video_may_have_a_fixed_name(path):
+    assert job_of(path, "output_name=fox.mp4").videos == 1
+
+
+def test_output_folder_that_is_a_file(path):
+    assert message(path, f"output_dir={path}") == (
+        f"output_dir='{path}': must be a folder, or a new one. Use output_dir=outputs."
+    )
+    assert "must be a path on a disk" in message(path, "output_dir=gs://bucket/videos")
+
+
+def test_guidance_of_the_other_model(path):
+    assert message(path, "guidance_scale=5") == (
+        "guidance_scale=5.0: wan2.2 has a scale for each of its two experts. "
+        "Set guidance_scale_high and guidance_scale_low."
+    )
+    assert message(path, "model_name=wan2.1", "guidance_scale_low=5") == (
+        "guidance_scale_low=5.0: wan2.1 has one transformer only. "
+        "Set guidance_scale, or leave it out."
+    )
+
+
+def test_guidance_scales(path):
+    two = job_of(path, "guidance_scale_high=1", "guidance_scale_low=2").guidance
+    assert (two.high_noise, two.low_noise, two.active) == (1.0, 2.0, True)
+    one = job_of(path, "model_name=wan2.1").guidance
+    assert (one.high_noise, one.low_noise) == (5.0, 5.0)
+    assert not job_of(path, "model_name=wan2.1", "guidance_scale=1").guidance.active
+
+
+REFUSED = {
+    "use_magcache": "true",
+    "use_cfg_cache": "true",
+    "use_sen_cache": "true",
+    "enable_lora": "true",
+    "quantization": "int8",
+    "use_qwix_quantization": "true",
+    "wan_transformer_pretrained_model_name_or_path": "other/model",
+    "revision": "v2",
+    "converted_weights_dir": "weights",
+    "scheduler_dtype": "bfloat16",
+    "do_classifier_free_guidance": "false",
+    "guidance_rescale": "0.7",
+    "enable_tile_search": "true",
+    "aot_cache_dir": "aot",
+    "compile_topology_num_slices": "2",
+    "jax_coordinator_address": "host:1234",
+    "jax_num_processes": "2",
+    "jax_process_id": "0",
+    "enable_profiler": "true",
+    "enable_ml_diagnostics": "true",
+    "enable_ssim": "true",
+    "weight_placement": "shard",
+}
+
+
+def test_the_refusals_below_are_all_there_are():
+    assert set(REFUSED) == {name for name, key in KEYS.items() if key.use is Use.REFUSED}
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_is_not_offered_loads_prints_and_does_not_run(path, name):
+    config = load_config([path, f"{name}={REFUSED[name]}"])
+    assert f"\n{name}: " in config.describe()
+    said = message(path, f"{name}={REFUSED[name]}")
+    assert said.startswith(f"{name}={config.values[name]!r}: not offered (")
+    assert said.endswith(f"{KEYS[name].way_out}.")
+    assert "\n" not in said
+
+
+def test_everything_at_once(path, tmp_path):
+    arguments = [
+        "height=721",
+        "num_frames=80",
+        "attention=nonsense",
+        "ici_context_parallelism=3",
+        "per_device_batch_size=0.01",
+        "enable_lora=true",
+        f"prompts_file={tmp_path / 'gone.txt'}",
+        "weights_dtype=int4",
+    ]
+    reading = read_config([path, *arguments])
+    found = Problem(name="checkpoint", value="x", rule="is broken", remedy="Mend it")
+
+    def raising(config):
+        raise ProblemsFound([found])
+
+    with pytest.raises(ProblemsFound) as caught:
+        check_job(
+            reading.config,
+            device_count=8,
+            checks=[raising, lambda config: [found]],
+            earlier=reading.problems,
+        )
+    assert [problem.name for problem in caught.value.problems] == [
+        "height",
+        "num_frames",
+        "weights_dtype",
+        "enable_lora",
+        "attention",
+        "prompts_file",
+        "ici_*_parallelism",
+        "per_device_batch_size",
+        "checkpoint",
+        "checkpoint",
+    ]
