@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from maxdiffusion.config.loading import read_config
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
 
 USAGE = """usage: python -m maxdiffusion.generate_wan CONFIG.yml [key=value ...]
 
@@ -15,6 +15,7 @@ USAGE = """usage: python -m maxdiffusion.generate_wan CONFIG.yml [key=value ...]
 
 docs/configuration.md lists all keys."""
 
+STOPPED = 1
 BAD_INPUT = 2
 
 
@@ -35,6 +36,9 @@ def main(arguments: Sequence[str]) -> int:
     except ProblemsFound as error:
         print(report(error), file=sys.stderr)
         return BAD_INPUT
+    except RunFailed as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return STOPPED
     return 0
 
 

@@ -12,6 +12,7 @@ from maxdiffusion.commands.preparation import Preparation, prepare
 from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
 from maxdiffusion.config.config import Config, without_meaning
 from maxdiffusion.config.loading import Reading
+from maxdiffusion.pipelines.denoise import Experts
 from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
@@ -100,22 +101,33 @@ def make(pipeline: WanPipeline, request: Request, timings: Timings) -> list[np.n
     with timings.stage(Stage.INFERENCE):
         with timings.stage(Stage.CONDITIONING):
             experts = pipeline.condition(request)
-        steps = len(request.sampler.timesteps)
-        with timings.stage(Stage.DENOISE), steps_bar("Denoising", steps) as advance:
-            finished = np.empty(0)
-            for latents, step in pipeline.denoise(request, experts):
-                timings.add_step(step)
-                advance()
-                if step.index == steps - 1:
-                    finished = np.asarray(latents)
-        with (
-            timings.stage(Stage.VAE_DECODE),
-            steps_bar("Decoding", len(finished), unit="video") as advance,
-        ):
-            frames = []
-            for video in finished:
-                frames.append(decode(pipeline, request, video, timings))
-                advance()
+        with timings.stage(Stage.DENOISE):
+            latents = denoise(pipeline, request, experts, timings)
+        with timings.stage(Stage.VAE_DECODE):
+            return decode_all(pipeline, request, latents, timings)
+
+
+def denoise(
+    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings
+) -> np.ndarray:
+    """The finished latents of every video, on the host."""
+    with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
+        for latents, step in pipeline.denoise(request, experts):
+            timings.add_step(step)
+            advance()
+            finished = latents
+    return np.asarray(finished)
+
+
+def decode_all(
+    pipeline: WanPipeline, request: Request, latents: np.ndarray, timings: Timings
+) -> list[np.ndarray]:
+    """The frames of every video, on the host."""
+    frames = []
+    with steps_bar("Decoding", len(latents), unit="video") as advance:
+        for video in latents:
+            frames.append(decode(pipeline, request, video, timings))
+            advance()
     return frames
 
 

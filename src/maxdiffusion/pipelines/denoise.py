@@ -18,6 +18,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
 from maxdiffusion.pipelines.guidance import Guidance
+from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.runtime.timing import StepTime
 from maxdiffusion.schedulers import Sampler, step_row
 
@@ -77,7 +78,7 @@ class Experts:
         return self.high_noise if timestep >= self.boundary else self.low_noise
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(RunFailed):
     """The latents hold NaN or infinity."""
 
     def __init__(self, *, step: int, steps: int, timestep: float, expert: str):

@@ -17,9 +17,13 @@ class Problem:
         return f"{self.name}={self.value!r}: {self.rule}. {self.remedy}."
 
 
-class ProblemsFound(ValueError):
+class ProblemsFound(ValueError):  # noqa: N818 - it says what happened
     """Everything that is wrong at once, so that a person mends it in one go."""
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
+    """A run that had to stop; its message tells a person what happened and what to do."""

@@ -18,6 +18,7 @@ from jaxtyping import Float, UInt8
 
 from maxdiffusion.runtime.atomic import replacing
 from maxdiffusion.runtime.ffmetadata import format_tags, parse_tags
+from maxdiffusion.runtime.problems import RunFailed
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
 
@@ -27,7 +28,7 @@ _RAW_STREAM = re.compile(
 )
 
 
-class VideoError(RuntimeError):
+class VideoError(RunFailed):
     """A video could not be written or read; says which, and what ffmpeg said."""
 
 
