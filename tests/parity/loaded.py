@@ -1,0 +1,66 @@
+"""Our models with the weights of a folder that diffusers or transformers saved."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import torch
+from flax import nnx
+
+from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.vae import WanVae, WanVaeConfig
+from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.weights.checkpoint_map import CheckpointMap
+from maxdiffusion.weights.loading import ComponentSource, load_parameters
+from maxdiffusion.weights.safetensors_index import open_weights
+from maxdiffusion.weights.transformer_map import transformer_map
+from maxdiffusion.weights.umt5_map import umt5_map
+from maxdiffusion.weights.vae_map import vae_map
+
+
+def load_umt5(folder: Path) -> Umt5Encoder:
+    """Returns the encoder in float32."""
+    config = Umt5Config.from_transformers(_config(folder))
+    return _load(folder, Umt5Encoder, config, umt5_map(config))
+
+
+def load_transformer(folder: Path) -> WanTransformer:
+    """Returns the transformer in float32."""
+    config = WanTransformerConfig.from_diffusers(_config(folder))
+    return _load(folder, WanTransformer, config, transformer_map(config))
+
+
+def load_vae(folder: Path) -> WanVae:
+    """Returns the VAE in float32."""
+    config = WanVaeConfig.from_diffusers(_config(folder))
+    return _load(folder, WanVae, config, vae_map(config))
+
+
+def channels_last(tensor: torch.Tensor) -> np.ndarray:
+    """Returns diffusers' [B, C, F, H, W] in our order."""
+    return np.moveaxis(tensor.numpy(), 1, -1)
+
+
+def channels_first(values: Any) -> np.ndarray:
+    """Returns our [B, F, Y, X, C] in diffusers' order."""
+    return np.moveaxis(np.asarray(values), -1, 1)
+
+
+def _config(folder: Path) -> Mapping[str, Any]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def _load(folder: Path, model: Callable[..., Any], config: object, table: CheckpointMap) -> Any:
+    """Returns the model, every parameter read from the folder by the strict loader."""
+    build = lambda: model(  # noqa: E731
+        config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
+    )
+    structure, abstract = nnx.split(nnx.eval_shape(build))
+    stored, problems = open_weights(folder)
+    assert not problems
+    source = ComponentSource(stored=stored, table=table, abstract=abstract)
+    state, _ = load_parameters(source)
+    return nnx.merge(structure, state)
