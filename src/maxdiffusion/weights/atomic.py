@@ -1,5 +1,6 @@
 """Folders that appear whole or not at all."""
 
+import fcntl
 import os
 import shutil
 import uuid
@@ -25,6 +26,16 @@ def new_folder(folder: Path) -> Iterator[Path]:
         _swap(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def only_writer(parent: Path) -> Iterator[None]:
+    """Waits until no other process writes folders in `parent`, and clears what dead ones left."""
+    with (parent / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for left in parent.glob(f"{UNFINISHED}*"):
+            shutil.rmtree(left)
+        yield
 
 
 def _swap(unfinished: Path, folder: Path) -> None:
