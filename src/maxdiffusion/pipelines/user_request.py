@@ -40,6 +40,8 @@ def request_from_arguments(
         raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
     if boundary_ratio is not None and len(spec.experts) == 1:
         raise ProblemsFound([_no_second_expert("boundary_ratio", boundary_ratio)])
+    if num_videos_per_prompt < 1:
+        raise ProblemsFound([_no_videos(num_videos_per_prompt)])
     prompts = [text for text in _texts("prompt", prompt) for _ in range(num_videos_per_prompt)]
     video = VideoShape(height=height, width=width, num_frames=num_frames)
     shape = latent_shape(video, spec.vae, spec.transformer)
@@ -60,7 +62,7 @@ def request_from_arguments(
 
 
 def _texts(name: str, text: str | Sequence[str]) -> list[str]:
-    texts = [text] if isinstance(text, str) else list(text)
+    texts: list[Any] = list(text) if isinstance(text, list | tuple) else [text]
     if not texts or not all(isinstance(each, str) for each in texts):
         raise ProblemsFound(
             [
@@ -100,6 +102,11 @@ def _channels_last(latents: Any, videos: int, shape: LatentShape) -> np.ndarray:
             ]
         )
     return np.moveaxis(array, 1, -1)
+
+
+def _no_videos(count: int) -> Problem:
+    rule = "must be a whole number, 1 or more"
+    return Problem(name="num_videos_per_prompt", value=count, rule=rule, remedy="Use 1")
 
 
 def _no_second_expert(name: str, value: float) -> Problem:
