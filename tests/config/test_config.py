@@ -71,6 +71,11 @@ def test_names_given_keys_without_meaning_in_one_line(config, tmp_path):
     assert without_meaning(load_config([write(tmp_path, "seed: 1")])) is None
 
 
+def test_a_token_is_not_kept(tmp_path):
+    config = load_config([write(tmp_path, "seed: 1"), "hf_access_token=hf_abc"])
+    assert "hf_abc" not in config.describe() + config.to_json() + repr(config)
+
+
 def test_loading_needs_no_jax(tmp_path):
     path = write(tmp_path, "seed: 1")
     code = (

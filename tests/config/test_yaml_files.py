@@ -49,6 +49,21 @@ def test_not_yaml_says_where(tmp_path, text):
     assert "\n" not in str(problem)
 
 
+@pytest.mark.parametrize("text", ["seed: !!int x", "vae_tiling: !!bool maybe", "a: " + "[" * 5000])
+def test_not_yaml_in_odd_ways(tmp_path, text):
+    assert only_problem(write(tmp_path, text)).rule.startswith("is not YAML: ")
+
+
+def test_numbers_beyond_all_bounds(tmp_path):
+    path = write(tmp_path, f"seed: {'9' * 5000}\nheight: 1e999\nflow_shift: .inf\n")
+    assert set(problems_of(path, "width=" + "9" * 5000)) == {
+        "seed",
+        "height",
+        "flow_shift",
+        "width",
+    }
+
+
 def test_binary_file(tmp_path):
     path = tmp_path / "video.mp4"
     path.write_bytes(b"\x00\xff\xfe\x80")

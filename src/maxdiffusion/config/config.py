@@ -55,10 +55,9 @@ class Config:
         """The values as YAML that loads to the same config, each with its source beside it."""
         lines = [f"# read from {' <- '.join(self.files)}"]
         for group, keys in GROUPS.items():
-            lines.append(f"\n# {group}")
-            for key in keys:
-                if key.name not in ("base_config", "print_config"):
-                    lines.append(self._line(key.name))
+            # What says how to read and print is not part of what is printed.
+            if group != "Config files":
+                lines += [f"\n# {group}", *(self._line(key.name) for key in keys)]
         return "\n".join(lines)
 
     def _line(self, name: str) -> str:

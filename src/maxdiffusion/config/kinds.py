@@ -5,12 +5,13 @@ import difflib
 import json
 import math
 import re
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WHOLE = re.compile(r"[-+]?[0-9]+")
+WHOLE = re.compile(r"[-+]?[0-9]{1,30}")
 TRUE_WORDS = frozenset({"true", "yes", "on", "1"})
 FALSE_WORDS = frozenset({"false", "no", "off", "0"})
 
@@ -134,11 +135,22 @@ class Text(Kind):
         return "text"
 
     def convert(self, value: object) -> str:
-        if isinstance(value, str):
+        if isinstance(value, str) and is_unicode(value):
             return value
         if isinstance(value, bool | int | float):
             raise self.refuse(f'Put it in quotes: "{value}"')
         raise self.refuse()
+
+
+@dataclass(frozen=True)
+class Secret(Kind):
+    """A text that is not kept, so that it cannot be printed; only whether there was one is."""
+
+    def describe(self) -> str:
+        return "text that is not kept"
+
+    def convert(self, value: object) -> str:
+        return "hidden" if Text().convert(value) else ""
 
 
 @dataclass(frozen=True)
@@ -261,14 +273,24 @@ def real_number(value: object) -> float | None:
         return None
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be written; bytes of the command line that are not UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def literal(text: str) -> object:
     """The list or dict that a text spells, in JSON or in Python's own form; None if it does not."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
     try:
-        return ast.literal_eval(text)
+        with warnings.catch_warnings(action="ignore"):  # of Python's about odd escapes
+            return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return None
 

@@ -100,8 +100,8 @@ class Assembly:
             self._put_text(KEYS[table], text)
 
     def _put_text(self, key: Key, text: str) -> None:
-        value = literal(text)
-        if isinstance(key.kind, Table) and isinstance(value, Mapping):
+        value = literal(text) if isinstance(key.kind, Table) else None
+        if isinstance(value, Mapping):
             self._merge(key, value, OVERRIDE_SOURCE)
         else:
             self._put(key, text, OVERRIDE_SOURCE, lambda: key.kind.parse(text))

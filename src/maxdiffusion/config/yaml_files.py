@@ -13,6 +13,10 @@ import yaml
 from maxdiffusion.runtime.problems import Problem
 
 BASE_KEY = "base_config"
+PLAIN_TAGS = frozenset(
+    f"tag:yaml.org,2002:{word}"
+    for word in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
+)
 
 
 class CoreLoader(yaml.SafeLoader):
@@ -23,7 +27,7 @@ CoreLoader.yaml_implicit_resolvers = {}
 for tag, pattern, first in (
     ("null", r"null|Null|NULL|~|", ["n", "N", "~", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
-    ("int", r"[-+]?[0-9]+", list("-+0123456789")),
+    ("int", r"[-+]?[0-9]{1,30}", list("-+0123456789")),
     (
         "float",
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
@@ -115,12 +119,12 @@ def read_file(path: str, *, asked_by: str | None) -> tuple[list[Entry], list[Pro
         return wrong("is not a text file in UTF-8", "Give a YAML file")
     try:
         return read_text(text, path)
-    except yaml.YAMLError as error:
-        return wrong(
-            f"is not YAML: {yaml_complaint(error)}", "Mend that place, or give a YAML file"
-        )
     except FormError as error:
         return wrong(str(error), "Give a file with lines of the form `key: value`")
+    except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
+        # `!!int x` and the like end in whatever Python's own conversion raises.
+        rule = f"is not YAML: {yaml_complaint(error)}"
+        return wrong(rule, "Mend that place, or give a YAML file")
 
 
 class FormError(ValueError):
@@ -155,6 +159,10 @@ def repeated_keys(
     """A problem for every key that stands twice in one mapping, at any depth."""
     if any(identity == id(node) for _, identity in parents):
         raise yaml.YAMLError("an alias (*) stands for something that it is part of itself")
+    if node.tag not in PLAIN_TAGS:
+        raise yaml.MarkedYAMLError(
+            problem=f"the tag {node.tag} is not known", problem_mark=node.start_mark
+        )
     if isinstance(node, yaml.SequenceNode):
         for item in node.value:
             yield from repeated_keys(item, path, (*parents, ("", id(node))))
@@ -180,11 +188,13 @@ def repeated(
     )
 
 
-def yaml_complaint(error: yaml.YAMLError) -> str:
+def yaml_complaint(error: Exception) -> str:
     """One line about where and why a text is not YAML."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return " ".join(str(error).split())
 
 

@@ -1,6 +1,6 @@
 """Keys of training data: accepted, without meaning for generation."""
 
-from maxdiffusion.config.kinds import Boolean, Integer, Text
+from maxdiffusion.config.kinds import Boolean, Integer, Secret, Text
 from maxdiffusion.config.schema import unused
 
 KEYS = (
@@ -16,7 +16,7 @@ KEYS = (
     unused("no_records_per_shard", Integer(minimum=0), 0, "Records per file."),
     unused("hf_data_dir", Text(), "", "Folder of a hub data set."),
     unused("hf_train_files", Text(), "", "Files of a hub data set."),
-    unused("hf_access_token", Text(), "", "Token for a hub data set."),
+    unused("hf_access_token", Secret(), "", "Token for a hub data set."),
     unused("image_column", Text(), "image", "Column of images."),
     unused("caption_column", Text(), "text", "Column of captions."),
     unused("resolution", Integer(minimum=1), 1024, "Size of training images."),
