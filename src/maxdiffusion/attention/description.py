@@ -15,14 +15,17 @@ def describe_plan(plan: "AttentionPlan") -> str:
     """What runs, and what it costs, a line each."""
     geometry, problem = plan.geometry, plan.problem
     sizes = plan.exchange.kernel_sizes(geometry)
+    heads = " + ".join(str(sizes.batch * heads) for heads in sizes.heads)
     moved = plan.exchange.bytes_sent(geometry)
     lines = [
         f"attention {plan.name}" + (f" runs as {plan.runs}: {plan.note}" if plan.note else ""),
         f"exchange: {plan.exchange.title()}; {moved / 2**20:.2f} MiB sent per device",
-        f"kernel: {plan.kernel.title}; {sizes.problems} heads x {sizes.q_len} queries "
-        f"x {sizes.kv_len} keys a call",
+        f"kernel: {plan.kernel.title}, {plan.kernel.softmax} softmax; {heads} (batch, head) pairs "
+        f"x {sizes.q_len} queries x {sizes.kv_len} keys a call",
         *plan.kernel.details(),
         f"queries: {waste(plan.padded_q_len, problem.q_len)}; "
         f"keys: {waste(plan.padded_kv_len, problem.kv_len)}",
+        plan.exchange.waste(geometry),
+        "" if plan.kernel.differentiable else "forward only: this kernel has no gradient",
     ]
-    return "\n  ".join(lines)
+    return "\n  ".join(line for line in lines if line)

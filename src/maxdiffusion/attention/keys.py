@@ -30,7 +30,7 @@ class KeyShard:
 class GlobalKeys:
     """All keys of a sequence: positions from `true_length` on are padding.
 
-    The mask has a row for each batch element (or, after a fold, for each folded head) and lies whole
+    The mask has a row for each batch element (after a fold, for each folded head) and lies whole
     on every device, so that no shard of it ever has to travel with the keys.
     """
 

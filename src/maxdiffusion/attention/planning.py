@@ -91,14 +91,11 @@ def _planned(
     sizes = exchange.kernel_sizes(geometry)
     device = mesh.devices.flat[0]
     site = KernelSite(
-        problems=sizes.problems,
-        q_len=sizes.q_len,
-        kv_len=sizes.kv_len,
+        sizes=sizes,
         head_dim=problem.head_dim,
         dtype=problem.dtype,
         scale=problem.scale,
-        context=geometry.shape.context,
-        ring=geometry.shape.ring,
+        ring=geometry.padded_kv_len // sizes.kv_len,
         platform=device.platform,
         device_kind=device.device_kind,
         options=options,

@@ -1,53 +1,135 @@
 """Tile sizes for a site: the user's, completed from a table of what is known to be best."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from maxdiffusion.attention.on_device.site import KernelSite
 from maxdiffusion.attention.options import LANES
 from maxdiffusion.kernels.splash import SplashBlocks
 
+if TYPE_CHECKING:
+    from maxdiffusion.kernels.flash import FlashBlocks
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tiles:
-    """Queries and keys per tile, and keys per matrix product."""
+    """Queries and keys per tile, keys per matrix product, keys per softmax step."""
 
     block_q: int
     block_kv: int
     block_kv_compute: int
+    block_kv_compute_in: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class TunedRow:
+    """Tiles that won on a chip for fixed-m or online softmax, from a ring degree on."""
+
+    chip: str
+    fixed_m: bool
+    ring_from: int
+    tiles: Tiles
+
+
+def _tiles(block_q: int, block_kv: int, compute: int, inner: int) -> Tiles:
+    return Tiles(
+        block_q=block_q,
+        block_kv=block_kv,
+        block_kv_compute=compute,
+        block_kv_compute_in=inner,
+    )
+
+
+# Published for WAN 2.2 A14B, 720p, 81 frames (75,600 tokens) on tpu7x: best splits CP4 = U2R2, CP8
+# = U4R2, CP16 = U8R2 with block_q 9472, ring degrees from 16 with 4096; fixed-m 9472/1024/1024/512
+# without a ring, 6400/2048 on one. v6e: U4R1 9472/1024/512/512. The last row that fits a site wins.
+TUNED: tuple[TunedRow, ...] = (
+    TunedRow(chip="tpu7x", fixed_m=False, ring_from=1, tiles=_tiles(8448, 1024, 1024, 1024)),
+    TunedRow(chip="tpu7x", fixed_m=False, ring_from=2, tiles=_tiles(9472, 1024, 1024, 1024)),
+    TunedRow(chip="tpu7x", fixed_m=False, ring_from=16, tiles=_tiles(4096, 1024, 1024, 1024)),
+    TunedRow(chip="tpu7x", fixed_m=True, ring_from=1, tiles=_tiles(9472, 1024, 1024, 512)),
+    TunedRow(chip="tpu7x", fixed_m=True, ring_from=2, tiles=_tiles(6400, 2048, 2048, 2048)),
+    TunedRow(chip="v6e", fixed_m=False, ring_from=1, tiles=_tiles(9472, 1024, 512, 512)),
+    TunedRow(chip="v6e", fixed_m=True, ring_from=1, tiles=_tiles(9472, 1024, 512, 512)),
+)
 # Interpreted kernels pay per grid step and per element: one tile of a few hundred is quickest.
-INTERPRETED = Tiles(block_q=256, block_kv=256, block_kv_compute=256)
-# jax's and tokamax's splash: 64 MiB of VMEM hold 1024 x 1024 float32 scores with double buffers.
-SPLASH = Tiles(block_q=1024, block_kv=1024, block_kv_compute=512)
+INTERPRETED = _tiles(256, 256, 256, 256)
+# For chips without a row, and for jax's and tokamax's splash: small enough for 16 MiB of VMEM.
+CAUTIOUS = _tiles(1024, 1024, 512, 512)
+
+# What jax calls a device, and what libtpu's topologies and the tables here call its chip.
+CHIP_NAMES = {
+    "tpu7x": "tpu7x",
+    "tpu v6 lite": "v6e",
+    "tpu v6e": "v6e",
+    "tpu v5p": "v5p",
+    "tpu v5": "v5p",
+    "tpu v5 lite": "v5e",
+    "tpu v5e": "v5e",
+}
 
 
-def covering(size: int, length: int, multiple: int = LANES) -> int:
-    """`size`, but no larger than the multiple of `multiple` that covers `length`."""
-    return min(size, -(-length // multiple) * multiple)
+def chip_of(device_kind: str) -> str:
+    """The short name of a chip; an unknown one is held to the sizes of a tpu7x."""
+    return CHIP_NAMES.get(device_kind.lower(), "tpu7x")
+
+
+def tuned_tiles(site: KernelSite, *, fixed_m: bool) -> Tiles:
+    """The table's tiles for our flash kernel at `site`."""
+    if site.interpret:
+        return INTERPRETED
+    chip = CHIP_NAMES.get(site.device_kind.lower())
+    rows = [row for row in TUNED if row.chip == chip and row.fixed_m == fixed_m]
+    fitting_rows = [row for row in rows if row.ring_from <= site.ring]
+    return fitting_rows[-1].tiles if fitting_rows else CAUTIOUS
+
+
+def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
+    """Tiles of our flash kernel: given sizes first, the rest tuned and made to fit them."""
+    from maxdiffusion.kernels.flash import FlashBlocks
+
+    given = site.options.block_sizes
+    tuned = tuned_tiles(site, fixed_m=fixed_m)
+    block_kv = given.block_kv or tuned.block_kv
+    compute = given.block_kv_compute or fitting(tuned.block_kv_compute, block_kv)
+    inner = given.block_kv_compute_in or fitting(tuned.block_kv_compute_in, compute)
+    blocks = FlashBlocks(
+        block_q=given.block_q or tuned.block_q,
+        block_kv=block_kv,
+        block_kv_compute=compute,
+        block_kv_compute_in=inner,
+        heads_per_tile=given.heads_per_tile or 1,
+        vmem_limit_bytes=given.vmem_limit_bytes,
+    )
+    return blocks.fit(site.sizes.q_len, site.sizes.kv_len)
 
 
 def splash_blocks(site: KernelSite) -> SplashBlocks:
     """Tiles of the splash kernels: given sizes first, clipped to the lengths they cover."""
-    given = site.options.block_sizes
-    tuned = INTERPRETED if site.interpret else SPLASH
-    block_q = covering(given.block_q or tuned.block_q, site.q_len)
-    block_kv = covering(given.block_kv or tuned.block_kv, site.kv_len)
+    given, sizes = site.options.block_sizes, site.sizes
+    tuned = INTERPRETED if site.interpret else CAUTIOUS
+    block_q = covering(given.block_q or tuned.block_q, sizes.q_len)
+    block_kv = covering(given.block_kv or tuned.block_kv, sizes.kv_len)
     compute = fitting(given.block_kv_compute or tuned.block_kv_compute, block_kv)
-    kv_dkv = covering(given.block_kv_dkv or block_kv, site.kv_len)
+    kv_dkv = covering(given.block_kv_dkv or block_kv, sizes.kv_len)
     return SplashBlocks(
         block_q=block_q,
         block_kv=block_kv,
         block_kv_compute=compute,
-        block_q_dkv=covering(given.block_q_dkv or block_q, site.q_len),
+        block_q_dkv=covering(given.block_q_dkv or block_q, sizes.q_len),
         block_kv_dkv=kv_dkv,
         block_kv_dkv_compute=fitting(given.block_kv_dkv_compute or compute, kv_dkv),
-        block_q_dq=covering(given.block_q_dq or block_q, site.q_len),
-        block_kv_dq=covering(given.block_kv_dq or block_kv, site.kv_len),
+        block_q_dq=covering(given.block_q_dq or block_q, sizes.q_len),
+        block_kv_dq=covering(given.block_kv_dq or block_kv, sizes.kv_len),
     )
+
+
+def covering(size: int, length: int) -> int:
+    """`size`, but no larger than the lane tiles that cover `length`."""
+    return min(size, -(-length // LANES) * LANES)
 
 
 def fitting(inner: int, outer: int) -> int:
     """The largest multiple of a lane tile up to `inner` that divides `outer`."""
     candidates = range(min(inner, outer) // LANES * LANES, 0, -LANES)
-    return next(size for size in candidates if outer % size == 0)
+    return next((size for size in candidates if outer % size == 0), outer)

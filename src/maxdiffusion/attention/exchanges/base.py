@@ -8,16 +8,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
-from maxdiffusion.attention.on_device.site import Alone, DeviceKernel
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelSizes:
-    """What one kernel call sees under an exchange."""
-
-    problems: int
-    q_len: int
-    kv_len: int
+from maxdiffusion.attention.on_device import Alone, DeviceKernel, KernelSizes
 
 
 class Exchange(Protocol):
@@ -42,6 +33,9 @@ class Exchange(Protocol):
     def title(self) -> str:
         """What moves, in a few words."""
 
+    def waste(self, geometry: Geometry) -> str:
+        """What else than tokens is padded, or nothing."""
+
 
 def tokens_bytes(geometry: Geometry, tokens: int) -> int:
     """Bytes of `tokens` tokens of one of q, k, v on one device's batch and heads."""
@@ -63,13 +57,14 @@ class Stay:
     ) -> Float[Array, "B S N H"]:
         """The kernel's attention over the keys that are here."""
         whole = keys.whole()
-        k, shared = kernel.prepare(q, k, whole, Alone())
+        k, shared = kernel.prepare(q, k, v, whole, Alone())
         return kernel.attend(q, k, v, whole, shared)
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
         """Local queries, all keys."""
         return KernelSizes(
-            problems=geometry.local_batch * geometry.local_heads,
+            batch=geometry.local_batch,
+            heads=(geometry.local_heads,),
             q_len=geometry.padded_q_len // geometry.shape.context,
             kv_len=geometry.padded_kv_len,
         )
@@ -81,6 +76,10 @@ class Stay:
     def title(self) -> str:
         """What moves, in a few words."""
         return "none (keys are local)"
+
+    def waste(self, geometry: Geometry) -> str:
+        """Nothing."""
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,3 +113,7 @@ class Gather:
     def title(self) -> str:
         """What moves, in a few words."""
         return f"k, v gathered over {'x'.join(self.axes)}={self.degree}"
+
+    def waste(self, geometry: Geometry) -> str:
+        """Nothing."""
+        return ""

@@ -1,5 +1,6 @@
 """Kernels as an exchange sees them: one device, [B, S, N, H] arrays, keys that count."""
 
-from maxdiffusion.attention.on_device.site import Alone, DeviceKernel, KernelSite
+from maxdiffusion.attention.on_device.kernel import DeviceKernel, GradientKernel
+from maxdiffusion.attention.on_device.site import Alone, KernelSite, KernelSizes
 
-__all__ = ["Alone", "DeviceKernel", "KernelSite"]
+__all__ = ["Alone", "DeviceKernel", "GradientKernel", "KernelSite", "KernelSizes"]

@@ -1,29 +1,36 @@
-"""Where a kernel runs, and what every kernel on a device can be asked for."""
+"""Where a kernel runs: its sizes, its chip, and the devices that hold the other keys."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from maxdiffusion.attention.keys import KeyShard
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.kernels.reference import Partials
-from maxdiffusion.runtime.problems import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSizes:
+    """What the kernel calls of one attention see; `heads` has the heads of each call in a row.
+
+    Where batch rows with different masks were folded into heads, a call has those heads as its
+    batch.
+    """
+
+    batch: int
+    heads: tuple[int, ...]
+    q_len: int
+    kv_len: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelSite:
-    """The sizes of one kernel call and the chip it runs on."""
+    """The sizes of the kernel calls and the chip they run on."""
 
-    problems: int
-    q_len: int
-    kv_len: int
+    sizes: KernelSizes
     head_dim: int
     dtype: np.dtype
     scale: float
-    context: int
     ring: int
     platform: str
     device_kind: str
@@ -57,61 +64,3 @@ class Alone:
     def largest(self, value: Array) -> Array:
         """`value` itself."""
         return value
-
-
-class DeviceKernel(Protocol):
-    """Attention on one device over [B, S, N, H] arrays; values are frozen and hashable."""
-
-    @property
-    def title(self) -> str:
-        """The kernel's name in a plan."""
-
-    def limits(self) -> Sequence[Problem]:
-        """Why this kernel cannot run at its site."""
-
-    def details(self) -> Sequence[str]:
-        """Blocks, memory and settings, for a plan's description."""
-
-    def prepare(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        keys: KeyShard,
-        others: Shards,
-    ) -> tuple[Float[Array, "B T N H"], Any]:
-        """The keys to use in every call of one attention, and what the calls share."""
-
-    def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        keys: KeyShard,
-        shared: Any,
-    ) -> Float[Array, "B S N H"]:
-        """Attention over all keys."""
-
-    def partials(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        keys: KeyShard,
-        shared: Any,
-    ) -> Partials:
-        """Unnormalised attention over some of the keys."""
-
-
-class UnpreparedKernel:
-    """The part of a kernel that needs nothing before its first call."""
-
-    def prepare(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        keys: KeyShard,
-        others: Shards,
-    ) -> tuple[Float[Array, "B T N H"], None]:
-        """k as it is, and nothing to share."""
-        del q, keys, others
-        return k, None

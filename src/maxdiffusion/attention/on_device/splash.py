@@ -1,29 +1,30 @@
-"""jax's splash kernel on a device."""
+"""jax's and tokamax's splash kernels on a device."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 from jaxtyping import Array, Float
 
 from maxdiffusion.attention.keys import KeyShard
+from maxdiffusion.attention.on_device.kernel import DeviceKernel, GradientKernel, Tokens
 from maxdiffusion.attention.on_device.limits import pallas_problems, splash_block_problems
-from maxdiffusion.attention.on_device.site import KernelSite, UnpreparedKernel
 from maxdiffusion.attention.tuned_blocks import splash_blocks
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.kernels.splash import SplashBlocks, splash_attention
+from maxdiffusion.kernels.tokamax_splash import (
+    TokamaxOptions,
+    tokamax_attention,
+    tokamax_gradients,
+    tokamax_partials,
+)
 from maxdiffusion.runtime.problems import Problem
 
 
-@dataclass(frozen=True)
-class JaxSplashKernel(UnpreparedKernel):
-    """Blockwise softmax attention by jax's splash kernel; differentiable."""
+class JaxSplashKernel(DeviceKernel):
+    """Blockwise softmax attention by jax's splash kernel."""
 
-    site: KernelSite
-
-    @property
-    def title(self) -> str:
-        """The kernel's name in a plan."""
-        return "jax splash"
+    title = "jax splash"
+    differentiable = True
 
     @property
     def blocks(self) -> SplashBlocks:
@@ -37,16 +38,9 @@ class JaxSplashKernel(UnpreparedKernel):
     def details(self) -> Sequence[str]:
         """The tile sizes."""
         blocks = self.blocks
-        return (f"blocks q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}",)
+        return (f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}",)
 
-    def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        keys: KeyShard,
-        shared: None = None,
-    ) -> Float[Array, "B S N H"]:
+    def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
         """Attention over all keys."""
         return splash_attention(
             q,
@@ -58,13 +52,54 @@ class JaxSplashKernel(UnpreparedKernel):
             interpret=self.site.interpret,
         )
 
-    def partials(
+
+class TokamaxKernel(GradientKernel):
+    """Blockwise softmax attention by the tokamax package's splash kernel."""
+
+    title = "tokamax splash"
+    differentiable = True
+
+    @property
+    def settings(self) -> TokamaxOptions:
+        """Tiles, scale and exponent of every call."""
+        options = self.site.options
+        return TokamaxOptions(
+            blocks=splash_blocks(self.site),
+            scale=self.site.scale,
+            use_base2_exp=options.use_base2_exp,
+            use_experimental_scheduler=options.use_experimental_scheduler,
+            interpret=self.site.interpret,
+        )
+
+    def limits(self) -> Sequence[Problem]:
+        """Why this kernel cannot run at its site."""
+        return [*pallas_problems(self.title, self.site), *splash_block_problems(self.site)]
+
+    def details(self) -> Sequence[str]:
+        """The tile sizes and the exponent."""
+        blocks = self.settings.blocks
+        base = "2" if self.settings.use_base2_exp else "e"
+        tiles = f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}"
+        return (f"{tiles}; exponent base {base}",)
+
+    def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
+        """Attention over all keys."""
+        return tokamax_attention(q, k, v, keys.valid(k.shape[0], k.shape[1]), self.settings)
+
+    def partials(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Partials:
+        """Attention over some of the keys, already divided: m is its log-sum and l is 1."""
+        return tokamax_partials(q, k, v, keys.valid(k.shape[0], k.shape[1]), self.settings)
+
+    def gradients(
         self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
+        q: Tokens,
+        k: Tokens,
+        v: Tokens,
         keys: KeyShard,
-        shared: None = None,
-    ) -> Partials:
-        """Not offered: no mode rotates keys under this kernel."""
-        raise NotImplementedError("jax splash runs over all keys at once; rings use other kernels")
+        out: Tokens,
+        log_sum: Float[Array, "B S N"],
+        d_out: Tokens,
+    ) -> tuple[Tokens, Tokens, Tokens]:
+        """What these keys contribute to the gradient of q, and the gradients of k and v."""
+        valid = keys.valid(k.shape[0], k.shape[1])
+        return tokamax_gradients((q, k, v), valid, (out, log_sum, d_out), self.settings)

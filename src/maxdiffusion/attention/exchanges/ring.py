@@ -1,0 +1,108 @@
+"""Ring: keys and values travel round the devices, and partial attentions are merged."""
+
+from dataclasses import dataclass
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from maxdiffusion.attention.exchanges.base import tokens_bytes
+from maxdiffusion.attention.exchanges.ring_gradient import differentiable_ring
+from maxdiffusion.attention.geometry import Geometry
+from maxdiffusion.attention.keys import GlobalKeys
+from maxdiffusion.attention.merge import merge_knowing, output
+from maxdiffusion.attention.on_device import DeviceKernel, GradientKernel, KernelSizes
+from maxdiffusion.kernels.reference import Partials
+
+
+@dataclass(frozen=True)
+class RingShards:
+    """The devices of a ring, for the small reductions that make a key mean or a bound global."""
+
+    axes: tuple[str, ...]
+
+    def total(self, value: Array) -> Array:
+        """The sum over the ring."""
+        return jax.lax.psum(value, self.axes)
+
+    def largest(self, value: Array) -> Array:
+        """The maximum over the ring."""
+        return jax.lax.pmax(value, self.axes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ring:
+    """k and v make `degree` - 1 hops; each is issued before the kernel that can hide it."""
+
+    axes: tuple[str, ...]
+    degree: int
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Float[Array, "B S N H"]:
+        """The attention of this device's queries over all keys."""
+        if isinstance(kernel, GradientKernel):
+            return differentiable_ring(self, kernel, keys)(q, k, v, keys.mask)
+        return output(self.partials(q, k, v, keys, kernel), q.dtype)
+
+    def partials(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Partials:
+        """The partial over the keys of the whole ring."""
+        here = keys.shard(self.source(0), self.degree)
+        k, shared = kernel.prepare(q, k, v, here, RingShards(self.axes))
+        one_reference = kernel.one_reference(shared)
+        total = None
+        for hop in range(self.degree):
+            # Sent before they are used, so that the hop can run under the kernel; none after the
+            # last.
+            following = self.passed_on(k, v) if hop < self.degree - 1 else (k, v)
+            arrived = keys.shard(self.source(hop), self.degree)
+            part = kernel.partials(q, k, v, arrived, shared)
+            if total is None:
+                total = part
+            else:
+                total = merge_knowing(total, part, kernel.power, one_reference)
+            k, v = following
+        assert total is not None
+        return total
+
+    def source(self, hop: int) -> Int[Array, ""]:
+        """The device whose keys are here after `hop` hops."""
+        return (jax.lax.axis_index(self.axes) - hop) % self.degree
+
+    def passed_on(self, *arrays: Array) -> tuple[Array, ...]:
+        """What the previous device of the ring held of each array."""
+        steps = [(device, (device + 1) % self.degree) for device in range(self.degree)]
+        return tuple(jax.lax.ppermute(array, self.axes, steps) for array in arrays)
+
+    def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
+        """Local queries against the keys of one ring device."""
+        return KernelSizes(
+            batch=geometry.local_batch,
+            heads=(geometry.local_heads,),
+            q_len=geometry.padded_q_len // geometry.shape.context,
+            kv_len=geometry.padded_kv_len // self.degree,
+        )
+
+    def bytes_sent(self, geometry: Geometry) -> int:
+        """k and v of one device, once per hop."""
+        local = tokens_bytes(geometry, geometry.padded_kv_len // geometry.shape.context)
+        return 2 * (self.degree - 1) * local
+
+    def title(self) -> str:
+        """What moves, in a few words."""
+        return f"k, v rotate over {'x'.join(self.axes)}={self.degree}, {self.degree - 1} hops"
+
+    def waste(self, geometry: Geometry) -> str:
+        """Nothing."""
+        return ""

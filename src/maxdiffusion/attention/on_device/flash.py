@@ -1,0 +1,157 @@
+"""Our flash kernel on a device, with online or fixed-m softmax."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool
+
+from maxdiffusion.attention.keys import KeyShard
+from maxdiffusion.attention.on_device.kernel import DeviceKernel, Tokens
+from maxdiffusion.attention.on_device.limits import pallas_problems
+from maxdiffusion.attention.on_device.no_gradient import forward_only
+from maxdiffusion.attention.on_device.site import Shards
+from maxdiffusion.attention.tuned_blocks import chip_of, flash_blocks
+from maxdiffusion.kernels.reference import Partials
+from maxdiffusion.runtime.problems import Problem
+
+if TYPE_CHECKING:
+    from maxdiffusion.kernels.flash import FixedMBounds, FlashBlocks, FlashOptions
+    from maxdiffusion.kernels.flash.options import Softmax
+
+
+class FlashKernel(DeviceKernel):
+    """Our Pallas kernel with the running maximum; forward only."""
+
+    title = "our flash kernel"
+
+    def softmax_option(self) -> "Softmax":
+        """How the kernel stabilises its softmax."""
+        from maxdiffusion.kernels.flash import Online
+
+        return Online()
+
+    @property
+    def flash_options(self) -> "FlashOptions":
+        """The kernel's form of the user's options."""
+        from maxdiffusion.kernels.flash import Exponent, FlashOptions, Scheduler
+
+        options = self.site.options
+        lp_scheduler = options.use_experimental_scheduler
+        return FlashOptions(
+            softmax=self.softmax_option(),
+            exponent=Exponent.BASE_2 if options.use_base2_exp else Exponent.NATURAL,
+            scheduler=Scheduler.LINEAR_PROGRAM if lp_scheduler else Scheduler.DEFAULT,
+            interpret=self.site.interpret,
+            chip=chip_of(self.site.device_kind),
+        )
+
+    @property
+    def blocks(self) -> "FlashBlocks":
+        """The tile sizes: the user's, completed from the tuned table."""
+        return flash_blocks(self.site, fixed_m=self.softmax != "online")
+
+    def limits(self) -> Sequence[Problem]:
+        """Why this kernel cannot run at its site."""
+        return [*pallas_problems(self.title, self.site), *self._kernel_problems()]
+
+    def _kernel_problems(self) -> Sequence[Problem]:
+        from maxdiffusion.kernels.flash import FlashShape, UnsupportedFlash, plan_kernel
+
+        sizes = self.site.sizes
+        for heads in sorted(set(sizes.heads)):
+            shape = FlashShape(
+                batch=sizes.batch,
+                q_len=sizes.q_len,
+                kv_len=sizes.kv_len,
+                heads=heads,
+                kv_heads=heads,
+                head_dim=self.site.head_dim,
+                dtype=self.site.dtype.name,
+            )
+            try:
+                plan_kernel(shape, self.blocks, self.flash_options, masked=True, partials=True)
+            except UnsupportedFlash as refusal:
+                return refusal.problems
+        return ()
+
+    def details(self) -> Sequence[str]:
+        """Tile sizes, exponent and scheduler."""
+        blocks, options = self.blocks, self.flash_options
+        return (
+            f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}/"
+            f"{blocks.block_kv_compute_in}, {blocks.heads_per_tile} heads a tile",
+            f"exponent {options.exponent.value}, {options.scheduler.value} scheduler",
+        )
+
+    def power(self, x: Array) -> Array:
+        """The base of this kernel's partials to the power of x."""
+        return self.flash_options.exponent.power(x)
+
+    def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
+        """Attention over all keys."""
+        from maxdiffusion.kernels.flash import flash_attention
+
+        return forward_only(flash_attention, q, k, v, **self._call(q, k, keys, shared))
+
+    def partials(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Partials:
+        """Unnormalised attention over some of the keys."""
+        from maxdiffusion.kernels.flash import flash_attention_partials
+
+        part = forward_only(flash_attention_partials, q, k, v, **self._call(q, k, keys, shared))
+        return Partials(o=part.o, m=part.m, l=part.l)
+
+    def _call(self, q: Tokens, k: Tokens, keys: KeyShard, shared: Any) -> dict[str, Any]:
+        batch = k.shape[0]
+        length = keys.length
+        # Heads that became batch rows (to have a mask each) come one at a time.
+        per_tile = math.gcd(self.blocks.heads_per_tile, q.shape[2])
+        return {
+            "blocks": replace(self.blocks, heads_per_tile=per_tile),
+            "options": self.flash_options,
+            "kv_len": None if length is None else jnp.full((batch,), length, jnp.int32),
+            "kv_mask": keys.mask,
+            "bounds": shared,
+        }
+
+
+class FixedMFlashKernel(FlashKernel):
+    """Our Pallas kernel with a bound in place of the running maximum, where a head allows it."""
+
+    softmax = "fixed-m"
+
+    def softmax_option(self) -> "Softmax":
+        """How the kernel stabilises its softmax."""
+        from maxdiffusion.kernels.flash import FixedM
+
+        return FixedM()
+
+    def prepare(
+        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
+    ) -> tuple[Tokens, "FixedMBounds"]:
+        """Keys without the mean of all devices' keys, and bounds that hold for all of them."""
+        from maxdiffusion.kernels import flash
+
+        attended = keys.valid(k.shape[0], k.shape[1])
+        here = flash.key_total(k, attended)
+        everywhere = flash.KeyTotal(total=others.total(here.total), count=others.total(here.count))
+        k = flash.smooth_keys(k, attended, mean=everywhere.mean())
+        options = self.flash_options
+        norms = flash.measure_norms(q, k, v, attended, exponent=options.exponent)
+        # Queries stay at home, so only what travels needs the maximum over the devices.
+        norms = norms._replace(key=others.largest(norms.key), value=others.largest(norms.value))
+        assert isinstance(options.softmax, flash.FixedM)
+        bounds = flash.gate_heads(
+            norms,
+            dtype=self.site.dtype.name,
+            keys=flash.Keys.SMOOTHED,
+            gate=options.softmax.gate,
+            exponent=options.exponent,
+        )
+        return k, bounds
+
+    def one_reference(self, shared: "FixedMBounds") -> Bool[Array, ""]:
+        """Whether every head here passed the gate: then m is the bound in every call."""
+        return jnp.all(shared.fixed)
