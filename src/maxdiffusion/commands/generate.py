@@ -13,7 +13,9 @@ from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
 from maxdiffusion.config.config import Config, without_meaning
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.pipelines.denoise import Experts
+from maxdiffusion.pipelines.loading import load_wan_parameters
 from maxdiffusion.pipelines.programs import as_bytes
+from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
@@ -75,10 +77,18 @@ def start_up_plan(preparation: Preparation) -> str:
 
 def load(preparation: Preparation, timings: Timings) -> WanPipeline:
     """The pipeline with its weights, after a progress bar."""
-    with timings.stage(Stage.LOAD) as clock, bytes_bar("Loading") as progress:
-        pipeline = WanPipeline.load(preparation.folder, preparation.workshop, progress=progress)
-        clock.ready(pipeline.parameters.transformers)
-    return pipeline
+    folder, workshop = preparation.folder, preparation.workshop
+    cache = preparation.config.pretrained_orbax_dir
+    tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
+    with timings.stage(Stage.LOAD) as clock:
+        with bytes_bar("Loading") as progress:
+            loaded = load_wan_parameters(
+                folder, workshop, cache=Path(cache) if cache else None, progress=progress
+            )
+        clock.ready(loaded.parameters.transformers)
+    for message in loaded.messages:
+        say(f"weights of {message}")
+    return WanPipeline(workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer)
 
 
 def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:

@@ -1,12 +1,14 @@
 """From a checkpoint folder to parameters on the mesh, all components at once."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from flax import nnx
 
 from maxdiffusion.pipelines.programs import Workshop
 from maxdiffusion.weights.folder import ModelFolder
-from maxdiffusion.weights.loading import ComponentSource, LoadReport, Progress, load_components
+from maxdiffusion.weights.loading import ComponentSource, Progress, load_components
+from maxdiffusion.weights.orbax_cache import load_through_cache
 from maxdiffusion.weights.transformer_map import transformer_map
 from maxdiffusion.weights.umt5_map import umt5_map
 from maxdiffusion.weights.vae_map import vae_map
@@ -19,6 +21,14 @@ class WanParameters:
     transformers: dict[str, nnx.State]
     vae: nnx.State
     text_encoder: nnx.State
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedParameters:
+    """The weights, and what the cache has to say about them."""
+
+    parameters: WanParameters
+    messages: tuple[str, ...]
 
 
 def component_sources(folder: ModelFolder, workshop: Workshop) -> dict[str, ComponentSource]:
@@ -43,14 +53,23 @@ def component_sources(folder: ModelFolder, workshop: Workshop) -> dict[str, Comp
 
 
 def load_wan_parameters(
-    folder: ModelFolder, workshop: Workshop, *, progress: Progress | None = None
-) -> tuple[WanParameters, LoadReport]:
-    """The parameters of a whole model, read side by side, and what the load cost."""
+    folder: ModelFolder,
+    workshop: Workshop,
+    *,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> LoadedParameters:
+    """The parameters of a whole model, read side by side, through `cache` if there is one."""
     sources = component_sources(folder, workshop)
-    states, report = load_components(sources, mesh=workshop.mesh, progress=progress)
+    if cache is None:
+        states, _ = load_components(sources, mesh=workshop.mesh, progress=progress)
+        messages: tuple[str, ...] = ()
+    else:
+        cached = load_through_cache(sources, cache, mesh=workshop.mesh, progress=progress)
+        states, messages = dict(cached.states), cached.messages
     parameters = WanParameters(
         transformers={name: states[name] for name in workshop.spec.experts},
         vae=states["vae"],
         text_encoder=states["text_encoder"],
     )
-    return parameters, report
+    return LoadedParameters(parameters=parameters, messages=messages)

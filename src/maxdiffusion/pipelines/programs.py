@@ -1,6 +1,7 @@
 """The programs of a generation, made from shapes alone: no weight is needed to compile them.
 
 read_text      text embeddings -> keys and values for every layer    once per prompt and expert
+    start          noise -> the sampler's first state                   once per batch
 denoise_step   one step of the loop                                  every step
 decode         latents -> frames                                     once per video
 """
@@ -135,12 +136,22 @@ class Workshop:
             sampler=sampler,
             dtype=self.settings.precision.activations,
         )
+
+        def denoise_step(*inputs: Any) -> Any:  # a function has a name for profiles to show
+            return step(*inputs)
+
         return self._lower(
-            jax.jit(step, donate_argnums=2, out_shardings=self.everywhere),
+            jax.jit(denoise_step, donate_argnums=2, out_shardings=self.everywhere),
             self.models.transformer.on(self.mesh),
             self._abstract_text(shape),
             self._abstract_state(shape, sampler),
             jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
+        )
+
+    def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
+        """The program from noise to the sampler's first state."""
+        return self._lower(
+            jax.jit(sampler.start, out_shardings=self.everywhere), self._latents(shape)
         )
 
     def lower_decode(self, shape: ProgramShape, frame_format: FrameFormat) -> jax.stages.Lowered:
@@ -174,6 +185,9 @@ class Workshop:
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)
 
+    def _latents(self, shape: ProgramShape) -> jax.ShapeDtypeStruct:
+        return self._replicated((shape.videos, *shape.latent.dims), jnp.float32)
+
     def _text_embeddings(self, shape: ProgramShape) -> jax.ShapeDtypeStruct:
         size = (shape.model_batch, shape.text_length, self.spec.transformer.text_dim)
         return self._replicated(size, self.settings.precision.activations)
@@ -194,6 +208,5 @@ class Workshop:
         )
 
     def _abstract_state(self, shape: ProgramShape, sampler: Sampler) -> Any:
-        latents = jax.ShapeDtypeStruct((shape.videos, *shape.latent.dims), jnp.float32)
-        state = jax.eval_shape(sampler.start, latents)
+        state = jax.eval_shape(sampler.start, self._latents(shape))
         return jax.tree.map(lambda leaf: self._replicated(leaf.shape, leaf.dtype), state)

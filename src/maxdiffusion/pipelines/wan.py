@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
@@ -32,7 +31,6 @@ from maxdiffusion.pipelines.shapes import latent_shape
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, open_wan_folder
 from maxdiffusion.pipelines.user_request import request_from_arguments
 from maxdiffusion.runtime.timing import StepTime
-from maxdiffusion.weights.folder import ModelFolder
 from maxdiffusion.weights.loading import Progress
 
 OutputType = Literal["np", "latent", "uint8"]
@@ -92,16 +90,9 @@ class WanPipeline:
             settings=settings,
             mesh=mesh or single_device_mesh(),
         )
-        return cls.load(opened, workshop, progress=progress)
-
-    @classmethod
-    def load(
-        cls, folder: ModelFolder, workshop: Workshop, *, progress: Progress | None = None
-    ) -> "WanPipeline":
-        """The pipeline of an opened folder, its weights read onto the mesh of the workshop."""
-        tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
-        parameters, _ = load_wan_parameters(folder, workshop, progress=progress)
-        return cls(workshop=workshop, parameters=parameters, tokenizer=tokenizer)
+        tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
+        loaded = load_wan_parameters(opened, workshop, progress=progress)
+        return cls(workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer)
 
     def __call__(
         self,
@@ -160,6 +151,8 @@ class WanPipeline:
             texts = [*request.prompts, *request.negative_prompts, *other_prompts]
             self._prompts.compile(texts, shape.text_length)
         self._read_text(shape)
+        initial_noise([0], shape.latent)  # its program is compiled by its first use
+        self._start(shape, request)
         self._step(shape, request)
         self._decode(shape, frame_format)
 
@@ -171,9 +164,7 @@ class WanPipeline:
             texts += request.negative_prompts
         with self._precision():
             rows = self._prompts.encode(texts, shape.text_length)
-        rows = jax.device_put(
-            rows.astype(self.workshop.settings.precision.activations), self.workshop.everywhere
-        )
+        rows = self._everywhere(rows.astype(self.workshop.settings.precision.activations))
         read_text = self._read_text(shape)
         scales = (request.scales.high_noise, request.scales.low_noise)
         experts = [
@@ -200,16 +191,13 @@ class WanPipeline:
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
         """Yields the latents after every step, which live until the next one, and its time."""
         shape = self.shape(request)
-        if request.latents is None:
+        latents = request.latents
+        if latents is None:
             latents = initial_noise(request.seeds, shape.latent)
-        else:
-            latents = jnp.asarray(request.latents, jnp.float32)
-        start = jax.jit(request.sampler.start, out_shardings=self.workshop.everywhere)
+        first = self._start(shape, request)(self._everywhere(latents))
         step = self._step(shape, request)
-        for state, report in denoise(
-            step, start(latents), sampler=request.sampler, experts=experts
-        ):
-            yield state.sample, report
+        for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
+            yield state.sample, time
 
     def decode(
         self,
@@ -219,12 +207,17 @@ class WanPipeline:
     ) -> Array:
         """The frames [F, H, W, 3] of one video, still on the devices."""
         program = self._decode(self.shape(request), frame_format)
-        batch = jax.device_put(np.asarray(latents, np.float32)[None], self.workshop.everywhere)
+        batch = self._everywhere(np.asarray(latents, np.float32)[None])
         return jax.block_until_ready(program(self.parameters.vae, batch))[0]
 
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
         key = ("read_text", shape.model_batch, shape.text_length)
         return self._program(key, lambda: self.workshop.lower_read_text(shape))
+
+    def _start(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
+        sampler = request.sampler
+        key = ("start", shape.videos, shape.latent, type(sampler))
+        return self._program(key, lambda: self.workshop.lower_start(shape, sampler))
 
     def _step(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
         sampler = request.sampler
@@ -241,6 +234,9 @@ class WanPipeline:
         if key not in self._programs:
             self._programs[key] = lower().compile()
         return self._programs[key]
+
+    def _everywhere(self, array: Any) -> Array:
+        return jax.device_put(array, self.workshop.everywhere)
 
     def _precision(self) -> Any:
         return jax.default_matmul_precision(self.workshop.settings.precision.matmul)
