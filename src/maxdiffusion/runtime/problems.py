@@ -17,7 +17,7 @@ class Problem:
         return f"{self.name}={self.value!r}: {self.rule}. {self.remedy}."
 
 
-class ProblemsFound(ValueError):  # noqa: N818 - it says what happened
+class ProblemsFound(ValueError):
     """Everything that is wrong at once, so that a person mends it in one go."""
 
     def __init__(self, problems: Sequence[Problem]):
@@ -25,5 +25,5 @@ class ProblemsFound(ValueError):  # noqa: N818 - it says what happened
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
-class RunFailed(RuntimeError):  # noqa: N818 - it says what happened
+class RunFailed(RuntimeError):
     """A run that had to stop; its message tells a person what happened and what to do."""
