@@ -27,7 +27,7 @@ from maxdiffusion.weights.reading import FileReader
 from maxdiffusion.weights.reads import Read, parameter_reads
 from maxdiffusion.weights.safetensors_index import StoredWeights
 
-READ_BYTES = 8 << 20
+READ_BYTES = 4 << 20
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 

@@ -20,10 +20,11 @@ from maxdiffusion.weights.boxes import (
     volume,
 )
 
-# Numpy copies a transposed matrix one element per cache line; tiles of 512 rows by 64 bytes fill
-# whole lines and stay within the first-level cache (measured 3x faster on a 2-core x86 machine).
-TILE_ROWS = 512
-TILE_BYTES = 64
+# Numpy copies a transposed matrix one element per cache line; in tiles of this size whole lines are
+# used while they are in the cache (2 to 3 times as fast for float32 [400, 5120] on a 2-core x86).
+TILE_ROWS, TILE_COLUMNS = 1024, 16
+# Numpy moves its own integers faster than the small floats, which it does not know.
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ALIGNMENT = 64  # bytes; jax on CPU takes an array over without a copy when it starts there
 
 
@@ -34,11 +35,11 @@ def copy_values(target: np.ndarray, values: np.ndarray) -> None:
         return
     if values.dtype != target.dtype:
         values = values.astype(target.dtype, order="K")
-    columns = max(1, TILE_BYTES // values.itemsize)
+    word = WORDS[target.itemsize]
+    target, values = target.view(word), values.view(word)
     for row in range(0, values.shape[-2], TILE_ROWS):
-        rows = slice(row, row + TILE_ROWS)
-        for column in range(0, values.shape[-1], columns):
-            tile = (..., rows, slice(column, column + columns))
+        for column in range(0, values.shape[-1], TILE_COLUMNS):
+            tile = (..., slice(row, row + TILE_ROWS), slice(column, column + TILE_COLUMNS))
             target[tile] = values[tile]
 
 
