@@ -43,12 +43,13 @@ class Geometry:
     @property
     def local_batch(self) -> int:
         """Batch elements on one device."""
-        return self.problem.batch // math.prod(vars(self.shape)[axis] for axis in self.batch_axes)
+        shards = math.prod(vars(self.shape)[axis] for axis in self.batch_axes)
+        return math.ceil(self.problem.batch / shards)
 
     @property
     def local_heads(self) -> int:
         """Heads of one tensor shard."""
-        return self.problem.heads // self.shape.tensor
+        return math.ceil(self.problem.heads / self.shape.tensor)
 
     @property
     def padded_q_len(self) -> int:

@@ -1,16 +1,18 @@
 """The plan of one attention: everything decided, called with arrays, printed at start-up."""
 
+import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from maxdiffusion.attention.exchanges import ByXla, Exchange
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import DeviceKernel
+from maxdiffusion.attention.on_device.fast_path import count_fast_heads
 from maxdiffusion.attention.problem import AttentionProblem
 from maxdiffusion.kernels.splash import pad_length
 
@@ -60,6 +62,26 @@ class AttentionPlan:
         return jax.sharding.auto_axes(
             self._run, axes=self.mesh.axis_names, out_sharding=self._out_spec(q.shape[1])
         )(q, k, v, kv_mask)
+
+    def fast_heads(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        kv_mask: Bool[Array, "B T"] | None = None,
+    ) -> Int[Array, ""]:
+        """How many (batch, head) pairs pass the gate of fixed-m softmax with all their queries.
+
+        The rest, out of batch x heads, run online; without fixed-m no pair is fast.
+        """
+        self._check(q, k, v, kv_mask)
+        count = functools.partial(count_fast_heads, self.kernel, self.problem.kv_len)
+        if AxisType.Explicit in self.mesh.axis_types:
+            everywhere = PartitionSpec()
+            count = jax.sharding.auto_axes(
+                count, axes=self.mesh.axis_names, out_sharding=everywhere
+            )
+        return count(q, k, v, kv_mask)
 
     def _run(
         self,

@@ -20,13 +20,13 @@ class RingShards:
 
     axes: tuple[str, ...]
 
-    def total(self, value: Array) -> Array:
-        """The sum over the ring."""
-        return jax.lax.psum(value, self.axes)
+    def total(self, *values: Array) -> tuple[Array, ...]:
+        """The sum of each over the ring, in one reduction."""
+        return jax.lax.psum(values, self.axes)
 
-    def largest(self, value: Array) -> Array:
-        """The maximum over the ring."""
-        return jax.lax.pmax(value, self.axes)
+    def largest(self, *values: Array) -> tuple[Array, ...]:
+        """The maximum of each over the ring, in one reduction."""
+        return jax.lax.pmax(values, self.axes)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Our flash kernel on a device, with online or fixed-m softmax."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,12 +14,13 @@ from maxdiffusion.attention.on_device.kernel import DeviceKernel, Tokens
 from maxdiffusion.attention.on_device.limits import pallas_problems
 from maxdiffusion.attention.on_device.no_gradient import forward_only
 from maxdiffusion.attention.on_device.site import Shards
+from maxdiffusion.attention.options import LANES
 from maxdiffusion.attention.tuned_blocks import chip_of, flash_blocks
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.runtime.problems import Problem
 
 if TYPE_CHECKING:
-    from maxdiffusion.kernels.flash import FixedMBounds, FlashBlocks, FlashOptions
+    from maxdiffusion.kernels.flash import FixedMBounds, FlashBlocks, FlashOptions, KernelPlan
     from maxdiffusion.kernels.flash.options import Softmax
 
 
@@ -51,18 +53,28 @@ class FlashKernel(DeviceKernel):
     @property
     def blocks(self) -> "FlashBlocks":
         """The tile sizes: the user's, completed from the tuned table."""
-        return flash_blocks(self.site, fixed_m=self.softmax != "online")
+        return _largest_that_fits(self)
 
     def limits(self) -> Sequence[Problem]:
         """Why this kernel cannot run at its site."""
         return [*pallas_problems(self.title, self.site), *self._kernel_problems()]
 
     def _kernel_problems(self) -> Sequence[Problem]:
-        from maxdiffusion.kernels.flash import FlashShape, UnsupportedFlash, plan_kernel
+        from maxdiffusion.kernels.flash import UnsupportedFlash
+
+        try:
+            self.kernel_plans(self.blocks)
+        except UnsupportedFlash as refusal:
+            return refusal.problems
+        return ()
+
+    def kernel_plans(self, blocks: "FlashBlocks") -> list["KernelPlan"]:
+        """The plan of each kernel call; a call that cannot run raises with its reasons."""
+        from maxdiffusion.kernels.flash import FlashShape, plan_kernel
 
         sizes = self.site.sizes
-        for heads in sorted(set(sizes.heads)):
-            shape = FlashShape(
+        shapes = [
+            FlashShape(
                 batch=sizes.batch,
                 q_len=sizes.q_len,
                 kv_len=sizes.kv_len,
@@ -71,11 +83,13 @@ class FlashKernel(DeviceKernel):
                 head_dim=self.site.head_dim,
                 dtype=self.site.dtype.name,
             )
-            try:
-                plan_kernel(shape, self.blocks, self.flash_options, masked=True, partials=True)
-            except UnsupportedFlash as refusal:
-                return refusal.problems
-        return ()
+            for heads in sorted(set(sizes.heads))
+        ]
+        parts = self.site.ring > 1
+        return [
+            plan_kernel(shape, blocks, self.flash_options, masked=True, partials=parts)
+            for shape in shapes
+        ]
 
     def details(self) -> Sequence[str]:
         """Tile sizes, exponent and scheduler."""
@@ -117,6 +131,25 @@ class FlashKernel(DeviceKernel):
         }
 
 
+@functools.lru_cache(maxsize=256)
+def _largest_that_fits(kernel: FlashKernel) -> "FlashBlocks":
+    """The tuned tiles, with block_q halved until the call fits the chip; the user's as they are."""
+    from maxdiffusion.kernels.flash import UnsupportedFlash
+
+    blocks = flash_blocks(kernel.site, fixed_m=kernel.softmax != "online")
+    if kernel.site.options.block_sizes.block_q is not None:
+        return blocks
+    while blocks.block_q > LANES:
+        try:
+            kernel.kernel_plans(blocks)
+        except UnsupportedFlash:
+            block_q = max(LANES, blocks.block_q // 2 // LANES * LANES)
+            blocks = replace(blocks, block_q=block_q)
+        else:
+            break
+    return blocks
+
+
 class FixedMFlashKernel(FlashKernel):
     """Our Pallas kernel with a bound in place of the running maximum, where a head allows it."""
 
@@ -136,12 +169,13 @@ class FixedMFlashKernel(FlashKernel):
 
         attended = keys.valid(k.shape[0], k.shape[1])
         here = flash.key_total(k, attended)
-        everywhere = flash.KeyTotal(total=others.total(here.total), count=others.total(here.count))
+        everywhere = flash.KeyTotal(*others.total(*here))
         k = flash.smooth_keys(k, attended, mean=everywhere.mean())
         options = self.flash_options
         norms = flash.measure_norms(q, k, v, attended, exponent=options.exponent)
         # Queries stay at home, so only what travels needs the maximum over the devices.
-        norms = norms._replace(key=others.largest(norms.key), value=others.largest(norms.value))
+        key, value = others.largest(norms.key, norms.value)
+        norms = norms._replace(key=key, value=value)
         assert isinstance(options.softmax, flash.FixedM)
         bounds = flash.gate_heads(
             norms,
@@ -152,6 +186,6 @@ class FixedMFlashKernel(FlashKernel):
         )
         return k, bounds
 
-    def one_reference(self, shared: "FixedMBounds") -> Bool[Array, ""]:
-        """Whether every head here passed the gate: then m is the bound in every call."""
-        return jnp.all(shared.fixed)
+    def fast_heads(self, shared: "FixedMBounds") -> Bool[Array, "B N"]:
+        """The heads that passed the gate: their m is the bound, in every call."""
+        return shared.fixed

@@ -44,10 +44,15 @@ class DeviceKernel(abc.ABC):
         del q, v, keys, others
         return k, None
 
-    def one_reference(self, shared: Any) -> Bool[Array, ""] | None:
-        """Whether all partials of this attention have the same m; None if they never do."""
+    def fast_heads(self, shared: Any) -> Bool[Array, "B N"] | None:
+        """The heads whose m is known before the first call; None if no head's is."""
         del shared
         return None
+
+    def one_reference(self, shared: Any) -> Bool[Array, ""] | None:
+        """Whether all partials of this attention have the same m; None if they never do."""
+        fast = self.fast_heads(shared)
+        return None if fast is None else jnp.all(fast)
 
     def power(self, x: Array) -> Array:
         """The base of this kernel's partials to the power of x."""

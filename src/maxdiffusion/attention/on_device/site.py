@@ -46,21 +46,21 @@ class KernelSite:
 class Shards(Protocol):
     """The devices that hold the other keys of the same problem, for small reductions over them."""
 
-    def total(self, value: Array) -> Array:
-        """The sum over these devices."""
+    def total(self, *values: Array) -> tuple[Array, ...]:
+        """The sum of each over these devices, in one reduction."""
 
-    def largest(self, value: Array) -> Array:
-        """The maximum over these devices."""
+    def largest(self, *values: Array) -> tuple[Array, ...]:
+        """The maximum of each over these devices, in one reduction."""
 
 
 @dataclass(frozen=True)
 class Alone:
     """All keys are on this device: reductions over devices change nothing."""
 
-    def total(self, value: Array) -> Array:
-        """`value` itself."""
-        return value
+    def total(self, *values: Array) -> tuple[Array, ...]:
+        """The values themselves."""
+        return values
 
-    def largest(self, value: Array) -> Array:
-        """`value` itself."""
-        return value
+    def largest(self, *values: Array) -> tuple[Array, ...]:
+        """The values themselves."""
+        return values

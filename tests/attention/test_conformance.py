@@ -1,0 +1,159 @@
+"""Every attention name on eight virtual devices, against dense attention in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention.cases import (
+    QUICK,
+    Case,
+    allowed_error,
+    compiled,
+    inputs_of,
+    mesh_of,
+    placed,
+    relative_error,
+)
+from attention.collectives import counted, expected_collectives
+
+from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
+from maxdiffusion.attention.modes import MODES
+
+ON_CPU = [name for name in ATTENTION_NAMES if name != "cudnn_flash_te"]
+WITH_GRADIENT = [name for name in ON_CPU if MODES[name].kernel.differentiable]
+FORWARD_ONLY = [name for name in ON_CPU if not MODES[name].kernel.differentiable]
+CHUNKS = 2
+
+CASES = [
+    Case(label="one device", mesh=(1, 1, 1, 1, 1), length=37, masked=True, padded=False),
+    Case(label="ring 2, data 2, batch 2", mesh=(2, 1, 2, 1, 1), batch=2, length=50, masked=True),
+    Case(
+        label="2x2, tensor 2, ragged, batch 2",
+        mesh=(1, 1, 2, 2, 2),
+        batch=2,
+        length=61,
+        masked=True,
+        padded=False,
+    ),
+    Case(
+        label="context 4, fsdp 2, heads of 128, bfloat16",
+        mesh=(1, 2, 2, 2, 1),
+        batch=2,
+        length=66,
+        heads=6,
+        head_dim=128,
+        dtype="bfloat16",
+    ),
+    Case(
+        label="ulysses 8, 40 heads, head chunks",
+        mesh=(1, 1, 1, 8, 1),
+        heads=40,
+        length=53,
+        options=AttentionOptions(ulysses_attention_chunks=CHUNKS),
+    ),
+    Case(
+        label="4x2, heads that do not divide, batch 2, masks",
+        mesh=(1, 1, 4, 2, 1),
+        batch=2,
+        heads=5,
+        length=60,
+        masked=True,
+    ),
+]
+
+
+def groups_of(case: Case, name: str) -> int:
+    """Head groups under this name: there is one without an all-to-all."""
+    ulysses = case.mesh[3] if "ulysses_ring" in name else case.mesh[2] * case.mesh[3]
+    return case.options.ulysses_attention_chunks if "ulysses" in name and ulysses > 1 else 1
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_equals_dense_attention_with_the_expected_collectives(name, case):
+    plan = plan_attention(name, case.problem, mesh_of(case.mesh), case.options)
+    inputs = inputs_of(case)
+    arrays = placed(plan, inputs, padded=case.padded)
+    program = compiled(plan, arrays)
+    first, again = (np.asarray(program(*arrays)) for _ in range(2))
+    assert first.dtype == jnp.dtype(case.dtype)
+    assert np.array_equal(first, again)
+    bound = allowed_error(case, inputs, fixed_m=name.endswith("fixed_m"))
+    expected = inputs.expected(case.problem.scale)
+    assert relative_error(first[:, : case.length], expected) <= bound
+    if case.padded:
+        wanted = expected_collectives(name, *case.mesh[2:4], groups=groups_of(case, name))
+        assert counted(program.as_text()) == wanted
+
+
+LONGEST_RING = Case(label="ring 8", mesh=(1, 1, 8, 1, 1), length=57, masked=True)
+
+
+@pytest.mark.parametrize("name", ["ring", "ulysses_ring_custom_bidir"])
+def test_equals_dense_attention_on_a_ring_of_eight(name):
+    test_equals_dense_attention_with_the_expected_collectives(name, LONGEST_RING)
+
+
+NATURAL = Case(
+    label="natural exponent",
+    mesh=(1, 1, 2, 2, 1),
+    length=44,
+    options=AttentionOptions(use_base2_exp=False),
+)
+
+
+@pytest.mark.parametrize("name", ["ulysses_ring", "ulysses_ring_custom_fixed_m"])
+def test_equals_dense_attention_with_the_natural_exponent(name):
+    test_equals_dense_attention_with_the_expected_collectives(name, NATURAL)
+
+
+EXPLICIT = Case(label="explicit axes", mesh=(2, 1, 2, 2, 1), batch=2, length=30, padded=False)
+
+
+@pytest.mark.parametrize("name", ["dot_product", "flash", "ulysses_ring"])
+def test_takes_meshes_with_explicit_axes(name):
+    plan = plan_attention(name, EXPLICIT.problem, mesh_of(EXPLICIT.mesh, explicit=True))
+    inputs = inputs_of(EXPLICIT)
+    arrays = placed(plan, inputs, padded=False)
+    got = np.asarray(compiled(plan, arrays)(*arrays))
+    bound = allowed_error(EXPLICIT, inputs, fixed_m=False)
+    assert relative_error(got, inputs.expected(EXPLICIT.problem.scale)) <= bound
+
+
+def gradients(function, arrays, weights, mask):
+    def loss(q, k, v):
+        return jnp.sum(function(q, k, v, mask).astype(jnp.float32) * weights)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)(*arrays)
+
+
+GRADIENT = Case(
+    label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True, padded=False
+)
+
+
+@pytest.mark.parametrize("name", WITH_GRADIENT)
+def test_gradients_equal_those_of_dense_attention(name):
+    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
+    inputs = inputs_of(GRADIENT)
+    *arrays, mask = placed(plan, inputs, padded=False)
+    weights = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.q.shape), jnp.float32)
+    with jax.set_mesh(plan.mesh):
+        got = [np.asarray(x) for x in gradients(plan, arrays, weights, mask)]
+    dense = plan_attention("dot_product", GRADIENT.problem, mesh_of((1, 1, 1, 1, 1)))
+    wanted = [np.asarray(x) for x in gradients(dense, arrays, weights, mask)]
+    # The backward pass chains the forward's roundings with those of dP = dO V^T and of dS K.
+    bound = 3 * allowed_error(GRADIENT, inputs, fixed_m=False)
+    assert all(relative_error(*pair) <= bound for pair in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", FORWARD_ONLY)
+def test_refuses_gradients_that_it_does_not_have(name):
+    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
+    inputs = inputs_of(GRADIENT)
+    *arrays, _ = placed(plan, inputs, padded=False)
+    with (
+        jax.set_mesh(plan.mesh),
+        pytest.raises(NotImplementedError, match="no gradient: train with ring"),
+    ):
+        jax.eval_shape(jax.grad(lambda q, k, v: jnp.sum(plan(q, k, v))), *arrays)
