@@ -6,7 +6,7 @@ import pytest
 from weights.small_model import save, tensors
 
 from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.folder import inspect_model_folder, open_model_folder
+from maxdiffusion.weights.folder import inspect_model_folder, is_remote, open_model_folder
 from maxdiffusion.weights.hub import patterns
 
 INDEX = {
@@ -98,6 +98,14 @@ def test_no_folder_at_all(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     assert "is a file" in problems_of(file)[0]
+
+
+def test_only_ids_without_a_folder_are_remote(model, monkeypatch):
+    monkeypatch.chdir(model.parent)
+    assert is_remote("owner/model")
+    assert not is_remote("model/vae")
+    assert not is_remote("/absent/folder")
+    assert not is_remote("embedded")
 
 
 def test_a_hub_id_while_offline(monkeypatch, tmp_path):

@@ -90,7 +90,7 @@ def locate(
     if path.exists():
         return None, (_not_a_folder(location, "is a file"),)
     if is_remote(location):
-        return download(location, needed, name=KEY)
+        return download(str(location), needed, name=KEY)
     return None, (_not_a_folder(location, "does not exist"),)
 
 

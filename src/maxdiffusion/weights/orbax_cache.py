@@ -10,9 +10,9 @@ cut short is never looked at. One that does not fit is made anew, and the messag
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -29,6 +29,9 @@ from maxdiffusion.weights.loading import (
 )
 from maxdiffusion.weights.manifest import Manifest, describe, difference, hash_files, identity
 from maxdiffusion.weights.matching import Match, dotted
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
 KEY = "pretrained_orbax_dir"
 MANIFEST = "manifest.json"
@@ -100,7 +103,7 @@ class _Slot:
         values = {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
         try:
             with only_writer(self.folder.parent), new_folder(self.folder) as unfinished:
-                with ocp.StandardCheckpointer() as checkpointer:
+                with _checkpointer() as checkpointer:
                     checkpointer.save(unfinished / PARAMETERS, values)
                 describe(self.source.table, self.matches, files).write(unfinished / MANIFEST)
         except OSError as error:
@@ -129,7 +132,7 @@ class _Slot:
             )
             for match in self.matches
         }
-        with ocp.StandardCheckpointer() as checkpointer:
+        with _checkpointer() as checkpointer:
             values = checkpointer.restore(self.folder / PARAMETERS, abstract)
         return nnx.from_flat_state(
             [
@@ -137,6 +140,13 @@ class _Slot:
                 for match in self.matches
             ]
         )
+
+
+def _checkpointer() -> "ocp.StandardCheckpointer":
+    """Orbax's writer and reader of arrays."""
+    import orbax.checkpoint as ocp  # slow to import, and most loads do without a cache
+
+    return ocp.StandardCheckpointer()
 
 
 def _check(cache: Path) -> None:
