@@ -13,6 +13,7 @@ ROOMS = (
     "commands",
     "config",
     "pipelines",
+    "training",
     "weights",
     "models",
     "schedulers",

@@ -1,0 +1,1 @@
+"""Training: data, losses, steps, checkpoints and the loop around them."""
