@@ -106,7 +106,7 @@ class WanTransformer(nnx.Module):
         """Cosines and sines of every token, with zeros for the tokens that pad it to `length`."""
         cosines, sines = rotation_tables(grid, self.config.head_dim)
         padding = ((0, length - len(cosines)), (0, 0))
-        return jnp.asarray(np.pad(cosines, padding)), jnp.asarray(np.pad(sines, padding))
+        return jnp.pad(cosines, padding), jnp.pad(sines, padding)
 
     def run_blocks(
         self,
