@@ -17,7 +17,7 @@ from maxdiffusion.training.clips import (
     draw_scene,
     render,
 )
-from maxdiffusion.training.scoring import read_clip, score
+from maxdiffusion.training.scoring import compare, read_clip, score
 
 FORMATS = {"one": ClipFormat(), "two": ClipFormat(pair_share=1.0), "long": ClipFormat(frames=17)}
 
@@ -44,20 +44,16 @@ def test_soft_and_noisy_clips_are_still_read():
     assert np.mean(right) >= 0.97
 
 
-def others(known, right):
-    return [name for name in known if name != right]
-
-
 def test_wrong_clips_lose_the_mark_of_what_is_wrong():
     for index in range(40):
         scene = draw_scene(FORMATS["one"], Pool.ALL, seed=7, index=index)
-        moving = scene.objects[0]
+        moving, seen = scene.objects[0], read_clip(render(scene, frames=9, size=64))
         for field, known in (("colour", COLOURS), ("shape", SHAPES), ("motion", MOTIONS)):
-            for name in others(known, getattr(moving, field)):
+            for name in {*known} - {getattr(moving, field)}:
                 wanted = replace(scene, objects=(replace(moving, **{field: name}),))
-                assert not getattr(marks(scene, wanted), field), (index, field, name)
-        for name in others(BACKGROUNDS, scene.background):
-            assert not marks(scene, replace(scene, background=name)).background
+                assert not getattr(compare(seen, wanted), field), (index, field, name)
+        for name in {*BACKGROUNDS} - {scene.background}:
+            assert not compare(seen, replace(scene, background=name)).background
 
 
 def test_an_empty_clip_and_a_missing_shape_get_nothing():

@@ -60,7 +60,11 @@ class Marks:
 
 def score(frames: Clip, wanted: Scene) -> Marks:
     """Compares a clip with the scene that it should show."""
-    seen = read_clip(frames)
+    return compare(read_clip(frames), wanted)
+
+
+def compare(seen: Seen, wanted: Scene) -> Marks:
+    """Compares what was read with what should be there."""
     objects = sorted(wanted.objects, key=lambda moving: moving.column)
     same_count = len(seen.objects) == len(objects)
     pairs = list(zip(seen.objects, objects, strict=False)) if same_count else []
