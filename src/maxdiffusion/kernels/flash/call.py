@@ -9,9 +9,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from maxdiffusion.kernels.flash.body import SUBLANES, Refs, attend
+from maxdiffusion.kernels.flash.body import attend
 from maxdiffusion.kernels.flash.options import Scheduler
 from maxdiffusion.kernels.flash.plan import KernelPlan
+from maxdiffusion.kernels.flash.step import SUBLANES, Refs, State
 from maxdiffusion.kernels.flash.vmem import vmem_limit
 
 
@@ -76,10 +77,8 @@ def _kernel(plan: KernelPlan, *refs: Any) -> None:
             out_m=next(left) if plan.partials else None,
             out_l=next(left) if plan.partials else None,
             qt=next(left),
-            o=next(left),
-            l=next(left),
-            used=next(left),
-            top=next(left),
+            state=State(o=next(left), l=next(left), used=next(left), top=next(left)),
+            saved=State(o=next(left), l=next(left), used=next(left), top=None),
         ),
     )
 
@@ -155,13 +154,8 @@ def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeSt
 
 def _scratch(plan: KernelPlan) -> list[Any]:
     heads, width, rows = plan.blocks.heads_per_tile, plan.shape.head_dim, plan.blocks.block_q
-    return [
-        pltpu.VMEM((heads, width, rows), plan.dtype),
-        pltpu.VMEM((2, heads, width, rows), jnp.float32),
-        pltpu.VMEM((2, heads, SUBLANES, rows), jnp.float32),
-        pltpu.VMEM((2, heads, 1, rows), jnp.float32),
-        pltpu.VMEM((2, heads, 1, rows), jnp.float32),
-    ]
+    per_query = [pltpu.VMEM((heads, r, rows), jnp.float32) for r in (width, SUBLANES, 1)]
+    return [pltpu.VMEM((heads, width, rows), plan.dtype), *per_query, per_query[-1], *per_query]
 
 
 def _compiler_params(plan: KernelPlan) -> pltpu.CompilerParams:

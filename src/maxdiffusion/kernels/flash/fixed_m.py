@@ -48,11 +48,11 @@ class KeyTotal(NamedTuple):
     """Sum and number of attended keys; add those of several shards, then take the mean."""
 
     total: Float[Array, "B K H"]
-    count: Float[Array, "B"]
+    keys: Float[Array, "B"]
 
     def mean(self) -> Float[Array, "B K H"]:
         """Returns the mean key, zero where nothing is attended."""
-        return self.total / jnp.maximum(self.count, 1.0)[:, None, None]
+        return self.total / jnp.maximum(self.keys, 1.0)[:, None, None]
 
 
 class FixedMNorms(NamedTuple):
@@ -80,11 +80,11 @@ def key_total(k: Float[Array, "B T K H"], attended: Bool[Array, "B T"] | None = 
     """Returns the sum, in float32, and the number of the attended keys."""
     if attended is None:
         count = jnp.full(k.shape[0], k.shape[1], jnp.float32)
-        return KeyTotal(total=jnp.sum(k, axis=1, dtype=jnp.float32), count=count)
+        return KeyTotal(total=jnp.sum(k, axis=1, dtype=jnp.float32), keys=count)
     keys = jnp.where(attended[:, :, None, None], k, jnp.zeros((), k.dtype))
     return KeyTotal(
         total=jnp.sum(keys, axis=1, dtype=jnp.float32),
-        count=jnp.sum(attended, axis=1, dtype=jnp.float32),
+        keys=jnp.sum(attended, axis=1, dtype=jnp.float32),
     )
 
 

@@ -30,7 +30,9 @@ def kernel_inputs(
     batch, keys = plan.shape.batch, plan.shape.kv_len
     mask = full = None
     if kv_mask is not None:
-        attended = attended_keys(kv_len, kv_mask, keys)
+        attended = kv_mask
+        if kv_len is not None:
+            attended = attended & (jnp.arange(keys) < kv_len[:, None])
         limits, full = _mask_limits(attended), _full_blocks(plan, attended)
         mask = attended.astype(jnp.int32)[:, None, :]
     elif kv_len is not None:

@@ -5,9 +5,9 @@ from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
 from maxdiffusion.kernels.flash.api import Partials
-from maxdiffusion.kernels.flash.body import NO_SCORE
 from maxdiffusion.kernels.flash.inputs import attended_keys
 from maxdiffusion.kernels.flash.options import Exponent
+from maxdiffusion.kernels.flash.step import NO_SCORE
 
 
 def reference_attention(
