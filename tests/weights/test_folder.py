@@ -100,6 +100,15 @@ def test_no_folder_at_all(tmp_path):
     assert "is a file" in problems_of(file)[0]
 
 
+@pytest.mark.parametrize("unreadable", ["model", "vae"])
+def test_folders_without_permission(model, monkeypatch, unreadable):
+    # Permissions do not bind the superuser, who may run this; so the answer of the system is set.
+    monkeypatch.setattr("os.access", lambda path, mode: path.name != unreadable)
+    (problem,) = problems_of(model)
+    assert "cannot be read" in problem
+    assert unreadable in problem
+
+
 def test_only_ids_without_a_folder_are_remote(model, monkeypatch):
     monkeypatch.chdir(model.parent)
     assert is_remote("owner/model")

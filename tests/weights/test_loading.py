@@ -101,6 +101,16 @@ def test_heads_may_be_cut_in_the_middle(tmp_path, monkeypatch):
     assert report.bytes_read == report.bytes_needed
 
 
+def test_a_donated_parameter_leaves_the_other_copies_alone(tmp_path):
+    # On CPU all copies of a replicated parameter share the memory that they were read into.
+    values = tensors()
+    gain = flat(load_parameters(source_of(save(tmp_path, values)), mesh=mesh(data=8))[0])["gain"]
+    copies = [shard.data for shard in gain.addressable_shards]
+    jax.jit(lambda x: x + 1, donate_argnums=0)(copies[0])
+    for copy in copies[1:]:
+        np.testing.assert_array_equal(copy, values["gain"][:, 0, 0])
+
+
 def test_without_a_mesh_one_device_holds_everything(tmp_path):
     state, _ = load_parameters(source_of(save(tmp_path, tensors())))
     assert {array.devices().pop() for array in flat(state).values()} == {jax.devices()[0]}

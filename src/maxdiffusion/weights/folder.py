@@ -2,6 +2,7 @@
 
 import importlib.resources
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,9 +86,10 @@ def locate(
     if str(location) == EMBEDDED:
         return Path(str(importlib.resources.files("maxdiffusion") / "assets" / "wan_tiny")), ()
     path = Path(location).expanduser()
-    if path.is_dir():
-        return path, ()
-    if path.exists():
+    if os.path.isdir(path):  # unlike Path.is_dir it does not raise inside unreadable folders
+        readable = _readable(path)
+        return (path, ()) if readable else (None, (_not_a_folder(location, "cannot be read"),))
+    if os.path.exists(path):
         return None, (_not_a_folder(location, "is a file"),)
     if is_remote(location):
         return download(str(location), needed, name=KEY)
@@ -97,7 +99,7 @@ def locate(
 def is_remote(location: str | Path) -> bool:
     """Whether a model would have to be fetched from the hub."""
     hub_id = isinstance(location, str) and re.fullmatch(HUB_ID, location) is not None
-    return hub_id and not Path(location).expanduser().exists()
+    return hub_id and not os.path.exists(Path(location).expanduser())
 
 
 def listed_components(index: Mapping[str, Any]) -> tuple[str, ...]:
@@ -121,8 +123,11 @@ def _open_component(root: Path, name: str, listed: Sequence[str]) -> _Component:
     folder = root / name
     if name not in listed:
         return _Component(config={}, problems=(_missing(root, name, "is not in model_index.json"),))
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return _Component(config={}, problems=(_missing(root, name, "has no folder"),))
+    if not _readable(folder):
+        rule = "has a folder that cannot be read"
+        return _Component(config={}, problems=(_missing(root, name, rule),))
     remedy = f"Download or copy it into {folder}"
     if name == "tokenizer":  # left to the tokenizer itself: with 256,384 words it is long to read
         file = folder / TOKENIZER
@@ -133,6 +138,11 @@ def _open_component(root: Path, name: str, listed: Sequence[str]) -> _Component:
         return _Component(config=config or {}, problems=problems)
     weights, wrong = open_weights(folder)
     return _Component(config=config or {}, weights=weights, problems=(*problems, *wrong))
+
+
+def _readable(folder: Path) -> bool:
+    """Whether this user may list a folder and open what is in it."""
+    return os.access(folder, os.R_OK | os.X_OK)
 
 
 def _read_json(file: Path, remedy: str) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
