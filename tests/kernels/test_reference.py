@@ -1,0 +1,81 @@
+"""Dense attention in jnp: against numpy in float64, in chunks, with masks, and its gradient."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from maxdiffusion.kernels import reference
+
+SCALE = 0.3
+
+
+def arrays(q_len=20, kv_len=14, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    shapes = [(2, q_len, 3, 16), (2, kv_len, 3, 16), (2, kv_len, 3, 16)]
+    return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
+
+
+def in_float64(q, k, v, valid=None):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    s = np.einsum("bsnh,btnh->bnst", q, k) * SCALE
+    if valid is not None:
+        s = np.where(np.asarray(valid)[:, None, None], s, -np.inf)
+    p = np.exp(s - s.max(axis=-1, keepdims=True))
+    return np.einsum("bnst,btnh->bsnh", p / p.sum(axis=-1, keepdims=True), v)
+
+
+MASK = jnp.asarray(np.random.default_rng(1).random((2, 14)) < 0.6).at[:, 2].set(True)
+
+
+@pytest.mark.parametrize("valid", [None, MASK], ids=["all keys", "masked"])
+def test_equals_float64(valid):
+    q, k, v = arrays()
+    got = reference.dense_attention(q, k, v, scale=SCALE, valid=valid)
+    # 14 keys of 16 features: a few dozen roundings of numbers of order one.
+    np.testing.assert_allclose(got, in_float64(q, k, v, valid), atol=40 * 2**-24)
+
+
+def test_rows_without_keys_are_zero_and_so_is_their_gradient():
+    q, k, v = arrays()
+    nothing = jnp.zeros((2, 14), bool)
+
+    def loss(q, k, v):
+        return jnp.sum(reference.dense_attention(q, k, v, scale=SCALE, valid=nothing))
+
+    assert loss(q, k, v) == 0
+    assert not any(np.any(grad) for grad in jax.grad(loss, argnums=(0, 1, 2))(q, k, v))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_chunks_change_nothing(monkeypatch, shards):
+    q, k, v = arrays()
+    whole = reference.dense_attention(q, k, v, scale=SCALE, valid=MASK)
+    # 14 keys x 3 heads x 2 batch rows x 4 bytes: three queries at a time.
+    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4)
+    assert reference.chunk_length(2, 20 // shards, 14, 3) < 20 // shards
+    got = reference.chunked_attention(q, k, v, scale=SCALE, valid=MASK, sequence_shards=shards)
+    np.testing.assert_allclose(got, whole, atol=8 * 2**-24)
+
+
+def test_chunks_have_the_gradient_of_the_whole(monkeypatch):
+    q, k, v = arrays()
+
+    def loss(attention):
+        return lambda *qkv: jnp.sum(attention(*qkv, scale=SCALE, valid=MASK) ** 2)
+
+    wanted = jax.grad(loss(reference.dense_attention), argnums=(0, 1, 2))(q, k, v)
+    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4)
+    got = jax.grad(loss(reference.chunked_attention), argnums=(0, 1, 2))(q, k, v)
+    for pair in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(*pair, atol=64 * 2**-24)
+
+
+def test_keeps_the_dtype_of_the_queries():
+    q, k, v = arrays(dtype=jnp.bfloat16)
+    got = reference.chunked_attention(q, k, v, scale=SCALE)
+    assert got.dtype == jnp.bfloat16
+    # Only the output is rounded to bfloat16.
+    np.testing.assert_allclose(
+        got.astype(jnp.float32), in_float64(q, k, v), rtol=2**-8, atol=40 * 2**-24
+    )
