@@ -47,11 +47,12 @@ class WanVaeConfig:
         """The config of a diffusers `vae/config.json`; missing keys take the defaults."""
         known = {field.name for field in fields(cls)}
         given = {key: _frozen(value) for key, value in config.items() if not key.startswith("_")}
-        problems = [
-            _other_architecture(key, given[key], allowed)
+        other = {
+            key: given[key]
             for key, allowed in REQUIRED.items()
             if key in given and given[key] not in allowed
-        ]
+        }
+        problems = [_other_architecture(other)] if other else []
         problems += [
             _unknown(key, value)
             for key, value in given.items()
@@ -144,12 +145,12 @@ def _frozen(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def _other_architecture(name: str, value: object, allowed: tuple[object, ...]) -> Problem:
+def _other_architecture(found: Mapping[str, object]) -> Problem:
     return Problem(
-        name=name,
-        value=value,
-        rule=f"only the WAN 2.1 autoencoder runs here, which has {allowed[0]!r} "
-        "(is_residual and patch_size are those of WAN 2.2 TI2V-5B)",
+        name="vae/config.json",
+        value=dict(found),
+        rule="only the WAN 2.1 autoencoder runs here, and these keys describe another one "
+        "(is_residual and patch_size: that of WAN 2.2 TI2V-5B)",
         remedy="Use a checkpoint with the WAN 2.1 autoencoder, such as WAN 2.1 or WAN 2.2 A14B",
     )
 

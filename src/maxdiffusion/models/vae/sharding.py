@@ -125,7 +125,8 @@ def split(devices: int, height: int, width: int) -> tuple[int, int]:
     ]
 
     def border(rows: int, columns: int) -> float:
-        return (rows > 1) * width / columns + (columns > 1) * height / rows
+        # A piece in the middle has two neighbours along a dimension cut in three or more.
+        return min(rows - 1, 2) * width / columns + min(columns - 1, 2) * height / rows
 
     return min(grids, key=lambda grid: (-grid[0] * grid[1], border(*grid), grid))
 
