@@ -30,6 +30,23 @@ def hops(a: FakeCore, b: FakeCore) -> int:
     return sum(abs(p - q) for p, q in zip(a.coords, b.coords, strict=True))
 
 
+@dataclass(frozen=True)
+class DescribedCore:
+    """A TPU of a topology without hardware: it has a place, but says nothing of slices."""
+
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    platform: str = "tpu"
+
+
+def test_described_devices_are_ordered_like_real_ones():
+    real = hardware_order(cores(2, 2, 2))
+    described = hardware_order([DescribedCore(c.coords, c.core_on_chip) for c in cores(2, 2, 2)])
+    assert [(c.coords, c.core_on_chip) for c in described] == [
+        (c.coords, c.core_on_chip) for c in real
+    ]
+
+
 @pytest.mark.parametrize("shape", [(2, 2, 1), (2, 2, 2), (4, 4, 4), (4, 2, 1)])
 def test_cores_of_a_chip_are_side_by_side_and_chips_are_neighbours(shape):
     ordered = hardware_order(cores(*shape))

@@ -37,7 +37,12 @@ def hardware_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
 
 def slice_index(device: jax.Device) -> int:
     """The slice (the set of chips joined by ICI) that a device belongs to."""
-    return device.slice_index if device.platform == "tpu" else 0
+    if device.platform != "tpu":
+        return 0
+    try:
+        return device.slice_index
+    except AttributeError:  # a device of a topology that is only described, which is one slice
+        return 0
 
 
 def build_mesh(
