@@ -11,6 +11,7 @@ PACKAGE = Path(maxdiffusion.__file__).parent
 # From what a person types down to what every room may lean on.
 ROOMS = (
     "commands",
+    "preflight",
     "config",
     "pipelines",
     "training",
