@@ -2,14 +2,16 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from maxdiffusion import WanPipeline
 from maxdiffusion.pipelines.user_request import request_from_arguments
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -163,3 +165,14 @@ def test_a_second_guidance_scale_needs_a_second_expert() -> None:
     pipeline = WanPipeline.from_pretrained(GOLDENS / "wan21_t2v")
     with pytest.raises(ProblemsFound, match="guidance_scale_2"):
         pipeline(prompt="a fox", height=48, width=32, num_frames=9, guidance_scale_2=3.0)
+
+
+def test_latents_that_are_not_finite_stop_the_run_by_step_and_expert(
+    pipeline: WanPipeline, golden: dict[str, np.ndarray]
+) -> None:
+    request = request_from_arguments(pipeline.workshop.spec, **recorded_call(golden, "pipe"))
+    experts = pipeline.condition(request)
+    spoiled = jax.tree.map(lambda leaf: leaf * np.nan, experts.low_noise.weights)
+    experts = replace(experts, low_noise=replace(experts.low_noise, weights=spoiled))
+    with pytest.raises(RunFailed, match=r"step 3 of 6 .*low-noise expert"):
+        list(pipeline.denoise(request, experts))
