@@ -139,7 +139,8 @@ def drawing() -> str:
     height = 44 + PANEL_HEIGHT * len(items)
     tip = (
         '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" '
-        f'markerHeight="6" orient="auto"><path d="M 0 0 L 8 4 L 0 8 z" fill="{INK}"/></marker></defs>'
+        'markerHeight="6" orient="auto">'
+        f'<path d="M 0 0 L 8 4 L 0 8 z" fill="{INK}"/></marker></defs>'
     )
     note = "k, v on each device: before the exchange, and under its kernel (tokens x heads)"
     lines = [

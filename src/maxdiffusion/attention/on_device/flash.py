@@ -161,6 +161,23 @@ class FixedMFlashKernel(FlashKernel):
 
         return FixedM()
 
+    def limits(self) -> Sequence[Problem]:
+        """Why this kernel cannot run at its site; the sum over a whole ring must stay finite."""
+        from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS
+
+        found = [*super().limits()]
+        keys = self.site.sizes.kv_len * self.site.ring
+        if self.site.ring > 1 and keys > 2**KEYS_BITS:
+            found.append(
+                Problem(
+                    name="kv_len",
+                    value=keys,
+                    rule=f"fixed-m softmax sums up to {2**KEYS_BITS} keys",
+                    remedy="Use a name without fixed_m",
+                )
+            )
+        return found
+
     def prepare(
         self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
     ) -> tuple[Tokens, "FixedMBounds"]:
