@@ -22,7 +22,7 @@ from maxdiffusion.weights.boxes import (
 
 # Numpy copies a transposed matrix one element per cache line; in tiles of this size whole lines are
 # used while they are in the cache (2 to 3 times as fast for float32 [400, 5120] on a 2-core x86).
-TILE_ROWS, TILE_COLUMNS = 1024, 16
+TILE_ROWS, TILE_COLUMNS = 512, 32
 # Numpy moves its own integers faster than the small floats, which it does not know.
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 ALIGNMENT = 64  # bytes; jax on CPU takes an array over without a copy when it starts there
