@@ -1,0 +1,171 @@
+"""Reads the machine code of Pallas kernels that libtpu writes while it compiles.
+
+A TPU core issues one bundle of instructions a cycle. Code is cut at its branches into regions; the
+region that does most of the matrix products is the kernel's main loop:
+
+    0x96   : > { ... sbr.rel ... }      a branch ends a region; `>` is the depth in loops
+    0x247  : > { ... vmatmul.mubr.bf16 ... }
+
+Beside it stands a table with the slots that every bundle uses (MXU, VALU, loads, spills, ...).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+from maxdiffusion.preflight.chips import Chip
+
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*(>*)")
+_MATMUL = re.compile(r"\bvmatmul\.[\w.]*")
+_BRANCH = "sbr.rel"
+_CODE = re.compile(r"^\d+-(?P<name>.+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
+_SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", "scalar")
+# A matrix product instruction takes 16 rows of bfloat16, and as many bytes of narrower types.
+_ROWS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A run of bundles without a branch inside: its size, depth in loops, and slots used."""
+
+    start: int
+    bundles: int
+    depth: int
+    matmuls: int
+    vector_operations: int
+    spill_stores: int
+    spill_loads: int
+
+    def mxu_bound(self, chip: Chip) -> int:
+        """Bundles that the matrix products alone take."""
+        flops = 2 * _ROWS * chip.mxu_depth**2
+        return -(-self.matmuls * flops // chip.flops_per_cycle)
+
+    def cycles(self, chip: Chip) -> int:
+        """Cycles of one pass: the larger of bundles and what the MXUs need."""
+        return max(self.bundles, self.mxu_bound(chip))
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelCode:
+    """The machine code of one kernel, region by region."""
+
+    name: str
+    bundles: int
+    regions: tuple[Region, ...]
+
+    @property
+    def main_loop(self) -> Region:
+        """The region with the most matrix products; of equals (two softmaxes) the shortest."""
+        most = max(region.matmuls for region in self.regions)
+        return min(
+            (region for region in self.regions if region.matmuls == most),
+            key=lambda region: region.bundles,
+        )
+
+    @property
+    def every_step(self) -> int:
+        """Bundles around the main loop that every grid step passes: moving windows, counting."""
+        return sum(region.bundles for region in self.regions if region.vector_operations == 0)
+
+    @property
+    def every_q_block(self) -> int:
+        """Bundles that run once per block of queries: taking queries in, giving results out."""
+        most = self.main_loop.matmuls
+        outside = self.main_loop.depth
+        return sum(
+            region.bundles
+            for region in self.regions
+            if region.vector_operations and region.matmuls < most and region.depth <= outside
+        )
+
+    def ragged_step(self, chip: Chip) -> int:
+        """Cycles of a step whose keys are cut off: done by the inner loop, if the kernel has one.
+
+        Its passes are as many as make up the main loop's matrix products.
+        """
+        main = self.main_loop
+        inner = [region for region in self.regions if region.depth > main.depth and region.matmuls]
+        if not inner:
+            return main.cycles(chip)
+        loop = max(inner, key=lambda region: region.matmuls)
+        return loop.cycles(chip) * -(-main.matmuls // loop.matmuls)
+
+
+def read_kernels(folder: Path) -> Iterator[KernelCode]:
+    """The code of every program part with matrix products in a dump folder, by name."""
+    for path in sorted(folder.glob("*-final_bundles.txt")):
+        found = _CODE.match(path.name)
+        if found is None or "schedule-analysis" in path.name:
+            continue
+        with path.open() as lines:
+            code = read_code(found["name"], lines, _slot_rows(path))
+        if any(region.matmuls for region in code.regions):
+            yield code
+
+
+def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = ()) -> KernelCode:
+    """The code of one kernel from the lines of its bundles and, if there is one, its slot table."""
+    matmuls: dict[int, int] = {}
+    depths: dict[int, int] = {}
+    branches: list[int] = []
+    for line in lines:
+        found = _BUNDLE.match(line)
+        if found is None:
+            continue
+        address = int(found[1], 16)
+        matmuls[address] = len(_MATMUL.findall(line))
+        depths[address] = len(found[2])
+        if _BRANCH in line:
+            branches.append(address)
+    if not matmuls:
+        raise ValueError(f"kernel {name}: its dump holds no bundles")
+    total = max(matmuls) + 1
+    edges = sorted({0, *branches, total})
+    regions = tuple(
+        _region((start, stop), matmuls, depths, slots) for start, stop in pairwise(edges)
+    )
+    return KernelCode(name=name, bundles=total, regions=regions)
+
+
+def _region(
+    span: tuple[int, int],
+    matmuls: dict[int, int],
+    depths: dict[int, int],
+    slots: Sequence[Sequence[int]],
+) -> Region:
+    start, stop = span
+    used = {slot: sum(row[index] for row in slots[start:stop]) for index, slot in enumerate(_SLOTS)}
+    # A branch belongs to the loop that it closes, so the depth is that of the bundles after it.
+    inside = [depths[at] for at in range(start + 1, stop) if at in depths] or [depths[start]]
+    return Region(
+        start=start,
+        bundles=stop - start,
+        depth=max(set(inside), key=inside.count),
+        matmuls=sum(matmuls.get(at, 0) for at in range(start, stop)),
+        vector_operations=used["valu"],
+        spill_stores=used["spill"],
+        spill_loads=used["fill"],
+    )
+
+
+def _slot_rows(code: Path) -> list[list[int]]:
+    """The slots of every bundle, from the table that stands beside the code."""
+    number = re.sub(r"-\d+-final_bundles\.txt$", "", code.name)
+    for path in sorted(code.parent.iterdir()):
+        if path.name.startswith(f"{number}-") and "per-bundle-utilization" in path.name:
+            return read_slots(path.read_text().splitlines())
+    return []
+
+
+def read_slots(lines: Iterable[str]) -> list[list[int]]:
+    """The rows of numbers that follow the heading UTILIZATION."""
+    rows: list[list[int]] = []
+    seen = False
+    for line in lines:
+        if seen:
+            rows.append([int(count) for count in line.split()])
+        seen = seen or "UTILIZATION" in line
+    return [row for row in rows if len(row) == len(_SLOTS)]

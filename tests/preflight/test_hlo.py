@@ -1,0 +1,131 @@
+"""A recorded denoise step: its layers, what its cycles are spent on, and its exchanges."""
+
+import pytest
+from preflight.recorded import recorded
+
+from maxdiffusion.preflight.collectives import find_collectives
+from maxdiffusion.preflight.cycles import Purpose, count_cycles, purpose_of, visits
+from maxdiffusion.preflight.hlo import read_program
+
+MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
+LAYERS = 2
+# Queries of the kernels on a device: 7,800 tokens over a ring of two, twenty heads of 128.
+SHARD = 3900 * 20 * 128 * 2
+
+
+@pytest.fixture(scope="module")
+def step():
+    return read_program(recorded("denoise_step_two_layers.txt"))
+
+
+def test_kernels_run_once_a_layer_and_hop(step):
+    kernels = [visit for visit in visits(step) if visit.instruction.is_kernel]
+    names = sorted(visit.instruction.name.rsplit(".", 1)[0] for visit in kernels)
+    assert names == ["flash_online_1024_1024_partials"] * 2 + ["flash_online_1024_512"]
+    assert {visit.times for visit in kernels} == {LAYERS}
+    assert {visit.instruction.vmem_bytes for visit in kernels} == {5_550_080, 4_141_056}
+
+
+def test_cycles_by_purpose(step):
+    cycles = count_cycles(step, LAYERS)
+    assert cycles.all == sum(cycles.total.values()) == 12_330_235
+    assert cycles.layer == pytest.approx(5_599_706, abs=4)
+    layer = cycles.per_layer
+    assert layer[Purpose.PROJECTIONS] == 3_031_636
+    assert layer[Purpose.ROPE] == 543_328
+    assert layer[Purpose.NORMS] == 278_697
+    assert layer[Purpose.EXCHANGE] > 5 * layer[Purpose.LAYOUT]
+    # The eight products of a layer at peak: XLA's estimate must be above what is possible.
+    tokens, width, ffn = 1950, 5120, 13824
+    at_peak = 2 * tokens * (6 * width**2 + 2 * width * ffn) / 524_288
+    assert at_peak < layer[Purpose.PROJECTIONS] < 2 * at_peak
+
+
+def test_operations_know_where_they_were_written(step):
+    by_name = {visit.instruction.name: visit.instruction for visit in visits(step)}
+    stack = step.stack(by_name["fusion.235"])
+    functions = [source.function for source in stack[:3]]
+    assert functions == ["affine", "Linear.__call__", "FeedForward.__call__"]
+    assert purpose_of(step, by_name["fusion.235"]) is Purpose.PROJECTIONS
+    assert purpose_of(step, by_name["copy.252"]) is Purpose.EXCHANGE
+    assert purpose_of(step, by_name["fusion.233"]) is Purpose.NORMS
+
+
+def test_exchanges_of_a_layer(step):
+    found = [c for c in find_collectives(step, MESH) if c.times == LAYERS]
+    assert [(c.kind, c.axes, c.bytes) for c in found] == [
+        *[("all-to-all", ("ulysses",), SHARD)] * 3,
+        *[("collective-permute", ("ring",), SHARD)] * 2,
+        ("all-to-all", ("ulysses",), SHARD),
+    ]
+    assert [c.asynchronous for c in found] == [False] * 3 + [True] * 2 + [False]
+    assert found[0].sent == SHARD // 2
+    assert found[3].sent == SHARD
+    assert {(0, 2), (2, 0)} <= {*found[3].pairs}
+    assert found[3].meanwhile.cycles > 0
+
+
+def test_exchanges_outside_of_layers_are_small(step):
+    outside = [c for c in find_collectives(step, MESH) if c.times == 1]
+    assert outside
+    assert all(c.axes == ("data",) and c.bytes < SHARD for c in outside)
+
+
+def line(text):
+    return f"ENTRY %main (p: f32[8]) -> f32[8] {{\n  {text}\n}}\n"
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "size"),
+    [
+        ("replica_groups={{0,1},{2,3},{4,5},{6,7}}", ("ulysses",), 2),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("ring",), 2),
+        ("replica_groups=[2,4]<=[8]", ("ring", "ulysses"), 4),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ("data",), 2),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", ("data", "ring", "ulysses"), 8),
+    ],
+)
+def test_groups_in_every_spelling(groups, axes, size):
+    program = read_program(line(f"%a = f32[8]{{0}} all-gather(%p), {groups}, dimensions={{0}}"))
+    (collective,) = find_collectives(program, MESH)
+    assert (collective.axes, collective.group) == (axes, size)
+    assert collective.sent == round(32 * (size - 1) / size)
+
+
+def test_what_runs_between_start_and_done():
+    text = """
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %s = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %s.1 = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %d.1 = f32[8]{0} collective-permute-done(%s.1)
+  %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call"
+  %c = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"70"}
+  %d = f32[8]{0} collective-permute-done(%s)
+}
+"""
+    first, second = find_collectives(read_program(text), MESH)
+    assert (first.meanwhile.cycles, first.meanwhile.kernels) == (70, ("k",))
+    assert (second.meanwhile.cycles, second.meanwhile.kernels) == (0, ())
+    assert first.bytes == first.sent == 32
+
+
+def test_the_costlier_branch_of_a_choice_counts():
+    text = """
+%cheap (p: f32[8]) -> f32[8] {
+  %a = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"1"}
+}
+
+%dear (p: f32[8]) -> f32[8] {
+  %b = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"10"}
+}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%cheap, %dear}
+}
+"""
+    assert count_cycles(read_program(text), 1).all == 10
+
+
+def test_a_text_without_entry_is_refused():
+    with pytest.raises(ValueError, match="marked ENTRY"):
+        read_program("HloModule nothing")
