@@ -80,11 +80,12 @@ def program_shape(config: Config, spec: WanSpec, videos: int) -> ProgramShape:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChecks:
-    """Checks a config against the model that it names."""
+    """Checks a config against the model that it names; None as devices means those that jax has."""
 
     spec: WanSpec
     device_count: int
     slice_count: int
+    devices: tuple[jax.Device, ...] | None = None
 
     def __call__(self, config: Config) -> Iterator[Problem]:
         """Yields (or raises) what this model, on these devices, cannot do."""
@@ -107,7 +108,7 @@ class ModelChecks:
         return Workshop(
             spec=self.spec.with_scan(config.scan_layers),
             settings=pipeline_settings(config),
-            mesh=build_mesh(split.ici, dcn=split.dcn),
+            mesh=build_mesh(split.ici, dcn=split.dcn, devices=self.devices),
         )
 
     def _fits_mesh(self, config: Config) -> bool:
