@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 # Queries are taken in chunks so that one chunk's float32 scores stay within this many bytes.
-SCORE_BYTES = 64 * 2**20
+SCORE_BYTES = 32 * 2**20
 
 
 class Partials(NamedTuple):
@@ -30,8 +30,10 @@ def scores(
     valid: Bool[Array, "B T"] | None,
 ) -> Float[Array, "B N S T"]:
     """Scaled scores in float32; keys that do not count are -inf."""
-    s = jnp.einsum("bsnh,btnh->bnst", q, k, preferred_element_type=jnp.float32, precision="highest")
-    s = s * scale
+    # Heads first, then plain matrix products: einsums over [B, S, N, H] make XLA for CPU copy the
+    # scores transposed, a sixth of the time at 2,048 tokens of 12 heads x 128 on an EPYC.
+    q_BNSH, k_BNHT = q.transpose(0, 2, 1, 3), k.transpose(0, 2, 3, 1)
+    s = jnp.matmul(q_BNSH, k_BNHT, preferred_element_type=jnp.float32, precision="highest") * scale
     return s if valid is None else jnp.where(valid[:, None, None, :], s, -jnp.inf)
 
 
@@ -48,7 +50,8 @@ def reference_partials(
     # exp of a difference of infinities is NaN: rows without keys get a finite, harmless maximum.
     m = jnp.maximum(jnp.max(s, axis=-1), jnp.finfo(jnp.float32).min)
     p = jnp.exp(s - jax.lax.stop_gradient(m)[..., None])
-    o = jnp.einsum("bnst,btnh->bsnh", p, v.astype(jnp.float32), precision="highest")
+    o_BNSH = jnp.matmul(p, v.astype(jnp.float32).transpose(0, 2, 1, 3), precision="highest")
+    o = o_BNSH.transpose(0, 2, 1, 3)
     return Partials(o=o, m=m.transpose(0, 2, 1), l=jnp.sum(p, axis=-1).transpose(0, 2, 1))
 
 
