@@ -27,7 +27,7 @@ class FlashBlocks:
     block_kv_compute     keys of one score tile (one Q.K^T)
     block_kv_compute_in  keys of one softmax and P.V step inside a score tile
     heads_per_tile       query heads handled by one grid step
-    block_q_compute      queries of one score tile; None takes `DEFAULT_BLOCK_Q_COMPUTE`
+    block_q_compute      queries of one score tile; None keeps tiles near `SCORES_AT_ONCE`
     vmem_limit_bytes     what the compiler may use; None gives it the computed need plus a margin
     """
 
@@ -46,8 +46,11 @@ class FlashBlocks:
 
     @property
     def q_tile(self) -> int:
-        """Queries of one score tile."""
-        return min(self.block_q, self.block_q_compute or DEFAULT_BLOCK_Q_COMPUTE)
+        """Queries of one score tile; the last of a block may be shorter."""
+        if self.block_q_compute is not None:
+            return min(self.block_q, self.block_q_compute)
+        tiles = -(-self.block_q * self.block_kv // SCORES_AT_ONCE)
+        return min(self.block_q, round_up(-(-self.block_q // tiles), LANES))
 
     def fit(self, q_len: int, kv_len: int) -> "FlashBlocks":
         """Returns blocks no longer than the sequences need, still obeying every rule."""
@@ -62,7 +65,9 @@ class FlashBlocks:
         )
 
 
-DEFAULT_BLOCK_Q_COMPUTE = 1024
+SCORES_AT_ONCE = 2048 * 1024
+"""Queries of a tile times keys of a block: enough to hide the tile's start and end behind matmuls,
+few enough to compile in seconds and to bound what the compiler keeps in VMEM beside the blocks."""
 
 
 def round_up(length: int, multiple: int) -> int:

@@ -7,12 +7,13 @@ block is saved, so that a block that did rise too far can be taken back and done
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from maxdiffusion.kernels.flash.blocks import LANES
 from maxdiffusion.kernels.flash.step import Maximum, Step, fold
 
 HEADROOM_BITS = 24
@@ -21,51 +22,40 @@ HEADROOM_BITS = 24
 
 def quick(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
     """Takes in this step's keys, all of which are attended."""
-    tiles = _tiles(step, heads)
-    ahead = _scores(step, tiles[0])
-    sums: list[Array] = []
-    for tile, after in zip(tiles, [*tiles[1:], None], strict=True):
-        scores = ahead
-        if after is not None:
-            # Issued before this tile's softmax so that the MXUs have work during it.
-            ahead = _scores(step, after)
-        sums = _accumulate(step, sums, scores, tile, maximum)
-        if tile.last:
-            _commit(step, sums, tile, maximum)
-            sums = []
-
-
-class _Tile(NamedTuple):
-    head: int
-    columns: slice
-    row: int
-    last: bool
-
-
-def _tiles(step: Step, heads: Sequence[int]) -> list[_Tile]:
-    """Returns the score tiles in order: all keys of a tile of queries, then the next queries."""
     blocks = step.plan.blocks
-    starts = range(0, blocks.block_q, blocks.q_tile)
-    columns = [slice(q, min(q + blocks.q_tile, blocks.block_q)) for q in starts]
-    rows = range(0, blocks.block_kv, blocks.block_kv_compute)
-    return [_Tile(h, c, r, r == rows[-1]) for h in heads for c in columns for r in rows]
+    width, rest = blocks.q_tile, blocks.block_q % blocks.q_tile
+    for head in heads:
+
+        @pl.loop(0, blocks.block_q // width)
+        def _(index: Array, head: int = head) -> None:
+            _queries(step, head, pl.ds(pl.multiple_of(index * width, LANES), width), maximum)
+
+        if rest:
+            _queries(step, head, pl.ds(blocks.block_q - rest, rest), maximum)
 
 
-def _scores(step: Step, tile: _Tile) -> Array:
-    rows = pl.ds(tile.row, step.plan.blocks.block_kv_compute)
-    return step.scores(tile.head, rows, tile.columns)
+def _queries(step: Step, head: int, columns: Any, maximum: Maximum) -> None:
+    """Takes in all keys for some queries: one stretch of straight code, for which the compiler
+    finds the overlap of scores, exponentials and P.V, since nothing in it waits for a maximum."""
+    blocks = step.plan.blocks
+    sums: list[Array] = []
+    for row in range(0, blocks.block_kv, blocks.block_kv_compute):
+        scores = step.scores(head, pl.ds(row, blocks.block_kv_compute), columns)
+        sums = _accumulate(step, sums, scores, (head, row, columns), maximum)
+    _commit(step, sums, head, columns, maximum)
 
 
 def _accumulate(
-    step: Step, sums: list[Array], scores: Array, tile: _Tile, maximum: Maximum
+    step: Step, sums: list[Array], scores: Array, tile: tuple[int, int, Any], maximum: Maximum
 ) -> list[Array]:
     """Returns o, l (and the maximum) of the block so far, this tile included."""
-    reference = step.refs.state.top[tile.head, :, tile.columns]
+    head, start, columns = tile
+    reference = step.refs.state.top[head, :, columns]
     inner = step.plan.blocks.block_kv_compute_in
     for row in range(0, step.plan.blocks.block_kv_compute, inner):
         s = scores[row : row + inner]
         p = step.power(s - reference)
-        v = step.values(tile.head, pl.ds(tile.row + row, inner))
+        v = step.values(head, pl.ds(start + row, inner))
         part = [step.weigh(v, p), fold(p, jnp.sum)]
         if maximum is Maximum.RUNNING:
             part.append(fold(s, jnp.max))
@@ -80,9 +70,9 @@ def _join(sums: list[Array], part: list[Array]) -> list[Array]:
     return joined + [jnp.maximum(a, b) for a, b in zip(sums[2:], part[2:], strict=True)]
 
 
-def _commit(step: Step, sums: list[Array], tile: _Tile, maximum: Maximum) -> None:
+def _commit(step: Step, sums: list[Array], head: int, columns: Any, maximum: Maximum) -> None:
     """Adds the block's sums to the state, which moves on to the reference of this block."""
-    state, saved, head, columns = step.refs.state, step.refs.saved, tile.head, tile.columns
+    state, saved = step.refs.state, step.refs.saved
     o, l = state.o[head, :, columns], state.l[head, :, columns]  # noqa: E741
     if maximum is Maximum.PINNED:
         state.o[head, :, columns] = o + sums[0]
