@@ -96,8 +96,8 @@ def test_what_runs_between_start_and_done():
     text = """
 ENTRY %main (p: f32[8]) -> f32[8] {
   %s = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
-  %s.1 = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
-  %d.1 = f32[8]{0} collective-permute-done(%s.1)
+  %t = (f32[8]{0}, f32[8]{0}, u32[]) collective-permute-start(%p), source_target_pairs={{0,1},{1,0}}
+  %d.1 = f32[8]{0} collective-permute-done(%t)
   %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call"
   %c = f32[8]{0} copy(%p), backend_config={"estimated_cycles":"70"}
   %d = f32[8]{0} collective-permute-done(%s)

@@ -32,12 +32,17 @@ class Collective:
     name: str
     kind: str
     bytes: int
-    group: int
+    groups: tuple[tuple[int, ...], ...]
     axes: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]
     times: int
     meanwhile: Meanwhile | None
     operation: str
+
+    @property
+    def group(self) -> int:
+        """How many devices exchange with each other."""
+        return max((len(group) for group in self.groups), default=1)
 
     @property
     def asynchronous(self) -> bool:
@@ -80,7 +85,7 @@ def find_collectives(
                 name=instruction.name,
                 kind=kind,
                 bytes=_bytes(instruction, kind, started),
-                group=max((len(group) for group in groups), default=1),
+                groups=tuple(tuple(group) for group in groups),
                 axes=_axes(groups, mesh_shape),
                 pairs=_pairs(instruction),
                 times=visit.times,

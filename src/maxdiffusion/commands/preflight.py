@@ -1,0 +1,177 @@
+"""From a config and a topology to a report on a run that has not happened."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from maxdiffusion.commands.pipeline_settings import sampler
+from maxdiffusion.commands.preparation import ModelChecks, program_shape
+from maxdiffusion.config.config import Config
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.config.validation import check_job
+from maxdiffusion.pipelines.programs import ProgramShape, Workshop
+from maxdiffusion.preflight.collectives import find_collectives
+from maxdiffusion.preflight.cycles import count_cycles
+from maxdiffusion.preflight.flops import forward_flops, step_bounds
+from maxdiffusion.preflight.hlo import read_program
+from maxdiffusion.preflight.kernels import KernelFigures, kernel_plans, use_of
+from maxdiffusion.preflight.links import network
+from maxdiffusion.preflight.memory import residence
+from maxdiffusion.preflight.programs import (
+    DENOISE_STEP,
+    CompiledProgram,
+    compile_all,
+    programs_of,
+)
+from maxdiffusion.preflight.released import find_spec
+from maxdiffusion.preflight.report import Report
+from maxdiffusion.preflight.step_time import KernelTime, step_time
+from maxdiffusion.preflight.topology import Topology, describe_devices, read_topology
+from maxdiffusion.runtime.problems import RunFailed
+
+KERNELS_MODULE = "maxdiffusion.commands.preflight_kernels"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight:
+    """A job that can be compiled for a topology."""
+
+    config: Config
+    topology: Topology
+    workshop: Workshop
+    shape: ProgramShape
+
+
+def preflight(reading: Reading, arguments: Sequence[str]) -> None:
+    """Compiles the job of a config, prints the report and writes it where `report` says."""
+    job = prepare(reading)
+    say(job.workshop.attention(job.shape).describe())
+    with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
+        kernels = start_kernels(job, arguments, Path(folder))
+        makers = programs_of(job.workshop, job.shape, sampler(job.config, job.workshop.spec))
+        try:
+            programs = tuple(compile_all(makers, job.topology.chip, say))
+            figures = finish_kernels(kernels, Path(folder))
+        finally:
+            stop(kernels)
+    report = assemble(job, programs, figures)
+    say(report.describe())
+    if job.config.report:
+        Path(job.config.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        say(f"wrote {job.config.report}")
+
+
+def say(text: str) -> None:
+    """Prints at once."""
+    print(text, flush=True)
+
+
+def prepare(reading: Reading) -> Preflight:
+    """The checked job of a config on its topology; raises ProblemsFound with all that is wrong."""
+    config = reading.config
+    topology = read_topology(config.topology)
+    devices = tuple(describe_devices(topology))
+    spec = find_spec(config.pretrained_model_name_or_path)
+    checks = ModelChecks(spec=spec, device_count=len(devices), slice_count=1, devices=devices)
+    job = check_job(
+        config,
+        device_count=len(devices),
+        heads=spec.transformer.heads,
+        checks=(checks,),
+        earlier=list(reading.problems),
+    )
+    return Preflight(
+        config=config,
+        topology=topology,
+        workshop=checks.workshop(config),
+        shape=program_shape(config, spec, min(job.batch_size, job.videos)),
+    )
+
+
+def start_kernels(
+    job: Preflight, arguments: Sequence[str], folder: Path
+) -> subprocess.Popen[bytes] | None:
+    """Begins to compile the kernels alone, in a process whose libtpu writes their machine code.
+
+    libtpu reads once, when it starts, what it is to write; of whole programs it would be too much.
+    """
+    if not kernel_plans(job.workshop.attention(job.shape)):
+        return None
+    command = [sys.executable, "-m", KERNELS_MODULE, str(folder), *arguments]
+    errors = (folder / "errors").open("wb")
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
+
+
+def finish_kernels(
+    process: subprocess.Popen[bytes] | None, folder: Path
+) -> tuple[KernelFigures, ...]:
+    """The figures of the kernels once their process has ended."""
+    if process is None:
+        return ()
+    say("waiting for the machine code of the kernels ...")
+    if process.wait() != 0:
+        errors = (folder / "errors").read_text(errors="replace").strip().splitlines()
+        reason = errors[-1] if errors else f"exit code {process.returncode}"
+        raise RunFailed(f"the kernels could not be compiled alone: {reason}")
+    rows = json.loads((folder / "kernels.json").read_text())
+    return tuple(KernelFigures.from_json(row) for row in rows)
+
+
+def stop(process: subprocess.Popen[bytes] | None) -> None:
+    """Ends the process of the kernels if it still runs."""
+    if process is not None and process.poll() is None:
+        process.terminate()
+        process.wait()
+
+
+def assemble(
+    job: Preflight, programs: Sequence[CompiledProgram], figures: Sequence[KernelFigures]
+) -> Report:
+    """The report on compiled programs and kernels."""
+    workshop, shape, chip = job.workshop, job.shape, job.topology.chip
+    transformer, mesh = workshop.spec.transformer, workshop.mesh
+    (step,) = (program for program in programs if program.name == DENOISE_STEP)
+    schedule = read_program(step.text)
+    cycles = count_cycles(schedule, transformer.layers)
+    collectives = find_collectives(schedule, mesh.shape)
+    flops = forward_flops(
+        transformer,
+        tokens=shape.latent.tokens,
+        text_length=shape.text_length,
+        batch=shape.model_batch,
+    )
+    return Report(
+        topology=job.topology,
+        mesh=dict(mesh.shape),
+        attention=job.config.attention,
+        programs=programs,
+        residence=residence(workshop, programs),
+        kernels=figures,
+        cycles=cycles,
+        collectives=collectives,
+        flops=flops,
+        bounds=step_bounds(flops, chip, mesh.size, transformer.head_dim),
+        step=step_time(
+            chip=chip,
+            kernels=kernel_times(job, figures),
+            cycles=cycles,
+            collectives=collectives,
+            network=network(job.topology, mesh.devices.flatten().tolist()),
+        ),
+    )
+
+
+def kernel_times(job: Preflight, figures: Sequence[KernelFigures]) -> dict[str, KernelTime]:
+    """The seconds of each kernel, of a call and of a step."""
+    chip, layers = job.topology.chip, job.workshop.spec.transformer.layers
+    plans = kernel_plans(job.workshop.attention(job.shape))
+    times = {}
+    for kernel in figures:
+        use = use_of(plans[kernel.purpose])
+        attention = chip.seconds(use.cycles(kernel))
+        times[kernel.name] = KernelTime(call=attention / use.calls, step=attention * layers)
+    return times
