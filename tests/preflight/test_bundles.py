@@ -31,7 +31,7 @@ def test_what_runs_around_the_main_loop(flash):
     assert sum(region.bundles for region in flash.regions) == flash.bundles
     # 410 bundles take queries in, 269 give results out; the masked path lies in loops of its own.
     assert flash.every_q_block == 410 + 269
-    assert flash.ragged_step(TPU7X) == 4 * 840
+    assert flash.ragged_cycles(TPU7X) == 4 * 840
     assert 0 < flash.every_step < 300
 
 

@@ -22,6 +22,8 @@ _MATMUL = re.compile(r"\bvmatmul\.[\w.]*")
 _BRANCH = "sbr.rel"
 _CODE = re.compile(r"^\d+-(?P<name>.+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 _SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", "scalar")
+# The loop over the grid is the outermost.
+GRID_DEPTH = 1
 # A matrix product instruction takes 16 rows of bfloat16, and as many bytes of narrower types.
 _ROWS = 16
 
@@ -74,24 +76,23 @@ class KernelCode:
     def every_q_block(self) -> int:
         """Bundles that run once per block of queries: taking queries in, giving results out."""
         most = self.main_loop.matmuls
-        outside = self.main_loop.depth
         return sum(
             region.bundles
             for region in self.regions
-            if region.vector_operations and region.matmuls < most and region.depth <= outside
+            if region.vector_operations and region.matmuls < most and region.depth <= GRID_DEPTH
         )
 
-    def ragged_step(self, chip: Chip) -> int:
-        """Cycles of a step whose keys are cut off: done by the inner loop, if the kernel has one.
+    def ragged_cycles(self, chip: Chip) -> int:
+        """Cycles for as many products as one pass of the main loop has, where keys are cut off.
 
-        Its passes are as many as make up the main loop's matrix products.
+        A kernel that has a deeper loop does it there, a kernel without one in its main loop.
         """
         main = self.main_loop
         inner = [region for region in self.regions if region.depth > main.depth and region.matmuls]
         if not inner:
             return main.cycles(chip)
         loop = max(inner, key=lambda region: region.matmuls)
-        return loop.cycles(chip) * -(-main.matmuls // loop.matmuls)
+        return round(loop.cycles(chip) * main.matmuls / loop.matmuls)
 
 
 def read_kernels(folder: Path) -> Iterator[KernelCode]:

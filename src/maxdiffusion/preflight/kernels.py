@@ -27,28 +27,38 @@ from maxdiffusion.preflight.hlo import read_program
 class KernelUse:
     """How a plan uses its kernel in one attention: the grid of one call, and how many calls.
 
-    `pairs` are (batch, head) pairs of all calls over the same keys, `calls` the shards of keys.
+    `pairs` are (batch, head) pairs of all calls over the same keys, `calls` the shards of keys,
+    `tile` what one grid step does.
     """
 
     pairs: int
     calls: int
     q_len: int
     kv_len: int
-    block_q: int
-    block_kv: int
+    tile: "Tile"
 
     @property
     def q_blocks(self) -> int:
         """Blocks of queries of a pair."""
-        return -(-self.q_len // self.block_q)
+        return -(-self.q_len // self.tile.block_q)
 
-    def cycles(self, code: "KernelFigures") -> int:
+    def cycles(self, code: "KernelFigures") -> float:
         """Cycles of one attention."""
-        whole, rest = divmod(self.kv_len, self.block_kv)
-        steps = whole * (code.main_loop_cycles + code.step_bundles)
-        ragged = code.ragged_cycles + code.step_bundles if rest else 0
-        per_q_block = steps + ragged + code.q_block_bundles
-        return self.calls * self.pairs * self.q_blocks * per_q_block
+        whole, rest = divmod(self.kv_len, self.tile.block_kv)
+        passes = self.tile.passes
+        steps = whole * (code.main_loop_cycles * passes + code.step_bundles)
+        if rest:
+            steps += code.ragged_cycles * passes * rest / self.tile.block_kv + code.step_bundles
+        return self.calls * self.pairs * self.q_blocks * (steps + code.q_block_bundles)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What a kernel does at once: queries and keys of a grid step, and passes of its main loop."""
+
+    block_q: int
+    block_kv: int
+    passes: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,29 +104,34 @@ def kernel_plans(attention: BlockAttention) -> dict[str, AttentionPlan]:
         "self-attention": attention.self_attention,
         "cross-attention": attention.cross_attention,
     }
-    return {name: plan for name, plan in plans.items() if tiles_of(plan.kernel) is not None}
+    return {name: plan for name, plan in plans.items() if tile_of(plan.kernel) is not None}
 
 
-def tiles_of(kernel: DeviceKernel) -> tuple[int, int] | None:
-    """Queries and keys of one grid step; None for a kernel that is not Pallas."""
-    if isinstance(kernel, FlashKernel | JaxSplashKernel):
-        return kernel.blocks.block_q, kernel.blocks.block_kv
-    if isinstance(kernel, TokamaxKernel):
-        return kernel.settings.blocks.block_q, kernel.settings.blocks.block_kv
+def tile_of(kernel: DeviceKernel) -> Tile | None:
+    """What a grid step of a kernel does; None for a kernel that is not Pallas."""
+    if isinstance(kernel, FlashKernel):
+        blocks = kernel.blocks
+        return Tile(
+            block_q=blocks.block_q,
+            block_kv=blocks.block_kv,
+            passes=blocks.block_q / blocks.q_tile,
+        )
+    if isinstance(kernel, JaxSplashKernel | TokamaxKernel):
+        splash = kernel.blocks if isinstance(kernel, JaxSplashKernel) else kernel.settings.blocks
+        return Tile(block_q=splash.block_q, block_kv=splash.block_kv)
     return None
 
 
 def use_of(plan: AttentionPlan) -> KernelUse:
     """How a plan uses its kernel."""
-    sizes, tiles = plan.kernel.site.sizes, tiles_of(plan.kernel)
-    assert tiles is not None, plan.kernel.title
+    sizes, tile = plan.kernel.site.sizes, tile_of(plan.kernel)
+    assert tile is not None, plan.kernel.title
     return KernelUse(
         pairs=sizes.batch * sum(sizes.heads),
         calls=plan.padded_kv_len // sizes.kv_len,
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
-        block_q=tiles[0],
-        block_kv=tiles[1],
+        tile=tile,
     )
 
 
@@ -178,7 +193,7 @@ def figures(code: KernelCode, purpose: str, chip: Chip, vmem: tuple[int, int]) -
         purpose=purpose,
         main_loop_bundles=main.bundles,
         mxu_bound_bundles=main.mxu_bound(chip),
-        ragged_cycles=code.ragged_step(chip),
+        ragged_cycles=code.ragged_cycles(chip),
         step_bundles=code.every_step,
         q_block_bundles=code.every_q_block,
         spill_stores=main.spill_stores,

@@ -1,0 +1,88 @@
+"""Seconds of exchanges from the links they cross."""
+
+import pytest
+
+from maxdiffusion.mesh.devices import snake_order
+from maxdiffusion.preflight.chips import CHIPS
+from maxdiffusion.preflight.collectives import Collective, Meanwhile
+from maxdiffusion.preflight.links import Network, Place, transfers
+from maxdiffusion.preflight.step_time import KernelTime, exposed_seconds
+from maxdiffusion.preflight.topology import read_topology
+
+# Bytes of one tensor of all tokens of a 720p video: 75,600 tokens of 5120 in bfloat16.
+WHOLE = 75_600 * 5120 * 2
+
+
+def network_of(name):
+    topology = read_topology(name)
+    x, y, z = (*topology.sides, 1)[:3]
+    chips = sorted(
+        ((i, j, k) for i in range(x) for j in range(y) for k in range(z)), key=snake_order
+    )
+    cores = range(topology.chip.devices_per_chip)
+    places = tuple(Place(chip=chip, core=core) for chip in chips for core in cores)
+    return Network(topology=topology, places=places)
+
+
+def exchange(kind, size, *, groups=(), pairs=(), meanwhile=None):
+    return Collective(
+        name=kind,
+        kind=kind,
+        bytes=size,
+        groups=groups,
+        axes=(),
+        pairs=pairs,
+        times=1,
+        meanwhile=meanwhile,
+        operation="",
+    )
+
+
+def test_ulysses_over_two_chips_waits_for_the_link_between_them():
+    groups = ((0, 1, 2, 3), (4, 5, 6, 7))
+    all_to_all = exchange("all-to-all", WHOLE // 4, groups=groups)
+    # 4 of them a layer cross one link of 100 GB/s with 774 MB: 7.74 ms.
+    assert 4 * network_of("tpu7x:2x2x1").seconds(all_to_all) == pytest.approx(7.74e-3, rel=1e-3)
+
+
+def test_ulysses_on_one_chip_uses_the_link_between_its_cores():
+    groups = ((0, 1), (2, 3), (4, 5), (6, 7))
+    all_to_all = exchange("all-to-all", WHOLE // 4, groups=groups)
+    seconds = 4 * network_of("tpu7x:2x2x1").seconds(all_to_all)
+    assert seconds == pytest.approx(0.645e-3, rel=1e-3)
+
+
+def test_a_ring_hop_shares_the_link_between_the_cores_of_two_chips():
+    pairs = ((0, 2), (2, 0), (1, 3), (3, 1))
+    hop = exchange("collective-permute", WHOLE // 4, pairs=pairs)
+    assert 2 * network_of("tpu7x:2x2x1").seconds(hop) == pytest.approx(7.74e-3, rel=1e-3)
+
+
+def test_long_sides_are_walked_the_short_way_round():
+    torus, line = network_of("tpu7x:4x4x4"), network_of("tpu7x:2x2x1")
+    assert len(list(torus.route((0, 0, 0), (3, 0, 0)))) == 1
+    assert len(list(torus.route((0, 0, 0), (2, 2, 2)))) == 6
+    assert len(list(line.route((0, 0, 0), (1, 1, 0)))) == 2
+    assert len(list(network_of("v6e:2x4").route((0, 0, 0), (0, 3, 0)))) == 3
+
+
+@pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])
+def test_every_byte_that_is_sent_is_transferred(kind):
+    one = exchange(kind, 1000, groups=((0, 1, 2, 3),))
+    from_first = sum(size for source, _, size in transfers(one) if source == 0)
+    assert from_first == pytest.approx(one.sent)
+
+
+def test_only_what_is_not_hidden_counts():
+    chip, links = CHIPS["tpu7x"], network_of("tpu7x:2x2x1")
+    pairs = ((0, 2), (2, 0))
+    kernels = {"flash": KernelTime(call=1e-3, step=1.0)}
+
+    def exposed(meanwhile):
+        hop = exchange("collective-permute", 200_000_000, pairs=pairs, meanwhile=meanwhile)
+        return exposed_seconds(hop, chip, kernels, links)
+
+    assert exposed(None) == pytest.approx(2e-3)
+    assert exposed(Meanwhile(cycles=2_200_000, kernels=())) == pytest.approx(1e-3, rel=1e-3)
+    assert exposed(Meanwhile(cycles=0, kernels=("flash.3",))) == pytest.approx(1e-3)
+    assert exposed(Meanwhile(cycles=0, kernels=("flash.3", "flash.4", "flash.5"))) == 0.0
