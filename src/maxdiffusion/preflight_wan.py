@@ -3,9 +3,14 @@
 import sys
 from collections.abc import Sequence
 
-from maxdiffusion.config.loading import read_config
+from maxdiffusion.config.loading import Reading, read_config
 from maxdiffusion.generate_wan import BAD_INPUT, STOPPED, report
-from maxdiffusion.preflight.topology import check_libtpu, prepare_environment, read_topology
+from maxdiffusion.preflight.topology import (
+    Topology,
+    check_libtpu,
+    prepare_environment,
+    read_topology,
+)
 from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
 
 USAGE = """usage: python -m maxdiffusion.preflight_wan CONFIG.yml topology=NAME [key=value ...]
@@ -25,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0 if arguments else BAD_INPUT
     try:
         reading = read_config(arguments)
-        topology = read_topology(reading.config.topology)
+        topology = topology_of(reading)
         check_libtpu()
         # What libtpu and jax read when they start has to be there before they are imported.
         prepare_environment(topology)
@@ -39,6 +44,14 @@ def main(arguments: Sequence[str]) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         return STOPPED
     return 0
+
+
+def topology_of(reading: Reading) -> Topology:
+    """The topology that a config names; what else is wrong with the config is reported with it."""
+    try:
+        return read_topology(reading.config.topology)
+    except ProblemsFound as error:
+        raise ProblemsFound([*reading.problems, *error.problems]) from None
 
 
 if __name__ == "__main__":

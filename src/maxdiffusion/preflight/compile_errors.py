@@ -52,6 +52,7 @@ def _sizes(message: str) -> str:
     for pattern in (
         r"Used [\d.]+\w* of [\d.]+\w* \w+",
         r"[Ss]coped allocation with size [\d.]+\w* and limit [\d.]+\w*",
+        r"\([\d.]+\w\) exceeds available HBM \([\d.]+\w\)",
         r"size [\d.]+\w* .{0,40}limit [\d.]+\w*",
     ):
         found = re.search(pattern, message)
