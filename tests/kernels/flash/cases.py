@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from maxdiffusion.kernels.flash import (
@@ -44,7 +45,7 @@ class Case:
     head_dim: int = 128
     dtype: str = "float32"
     blocks: FlashBlocks = field(default_factory=small_blocks)
-    options: FlashOptions = FlashOptions(interpret=True)
+    options: FlashOptions = field(default_factory=lambda: FlashOptions(interpret=True))
     lengths: tuple[int, ...] | None = None
     masked: bool = False
 
@@ -75,7 +76,7 @@ def run(case: Case, q: Array, k: Array, v: Array) -> Array:
 
 
 def expected(case: Case, q: Array, k: Array, v: Array) -> Array:
-    """Returns the float32 reference on the q and k that the kernel multiplies after its roundings."""
+    """Returns the float32 reference on q and k as the kernel multiplies them, once rounded."""
     selection = case.selection()
     if isinstance(case.options.softmax, FixedM):
         k = smooth_keys(k, attended_keys(**selection, keys=k.shape[1]))
@@ -88,12 +89,13 @@ def expected(case: Case, q: Array, k: Array, v: Array) -> Array:
 def tolerance(case: Case, q: Array, k: Array, v: Array) -> float:
     """Returns what rounding can do to the output, in units of the largest |v|.
 
-    A score is a sum of H products, an output one of T; their roundings add up like the root of their
-    number, and four such deviations are allowed. Scores are rounded once more against a reference of
-    up to the fixed-m bound. In bfloat16 p and the output are also rounded: twice half a unit.
+    A score is a sum of H products, an output one of T; their roundings add up like the root of
+    their number, and four such deviations are allowed. Scores are rounded once more against a
+    reference of up to the fixed-m bound. In bfloat16 p and the output are rounded too: two halves
+    of a unit.
     """
     float_unit = UNIT["float32"]
-    norms = [float(jnp.max(jnp.linalg.norm(x.astype(jnp.float32), axis=-1))) for x in (q, k)]
+    norms = [np.linalg.norm(np.asarray(x, np.float64), axis=-1).max() for x in (q, k)]
     score = norms[0] * norms[1] * case.head_dim**-0.5 * Exponent.BASE_2.per_nat
     sums = 4 * float_unit * (case.head_dim**0.5 * score + score + case.kv_len**0.5)
     rounding = 2 * UNIT["bfloat16"] if case.dtype == "bfloat16" else 2 * float_unit

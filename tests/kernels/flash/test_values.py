@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.flash.cases import Case, error, expected, run, small_blocks, tolerance
 from jax.experimental.pallas import tpu as pltpu
+from kernels.flash.cases import Case, error, expected, run, small_blocks, tolerance
 
 from maxdiffusion.kernels.flash import Exponent, FixedM, FlashBlocks, FlashOptions, Gate
 
@@ -90,9 +90,7 @@ def test_the_tpu_interpreter_finds_no_race_and_no_stray_read() -> None:
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    case = Case(
-        q_len=130, kv_len=257, heads=1, kv_heads=1, options=FlashOptions(interpret=params)
-    )
+    case = Case(q_len=130, kv_len=257, heads=1, kv_heads=1, options=FlashOptions(interpret=params))
     q, k, v = case.arrays()
     out = jax.block_until_ready(run(case, q, k, v))
     assert error(out, expected(case, q, k, v)) <= tolerance(case, q, k, v)

@@ -49,8 +49,9 @@ class FlashBlocks:
         """Queries of one score tile; the last of a block may be shorter."""
         if self.block_q_compute is not None:
             return min(self.block_q, self.block_q_compute)
-        tiles = -(-self.block_q * self.block_kv // SCORES_AT_ONCE)
-        return min(self.block_q, round_up(-(-self.block_q // tiles), LANES))
+        most = max(SCORES_AT_ONCE // self.block_kv, EVEN_TILE)
+        tiles = -(-self.block_q // most)
+        return min(self.block_q, round_up(-(-self.block_q // tiles), EVEN_TILE))
 
     def fit(self, q_len: int, kv_len: int) -> "FlashBlocks":
         """Returns blocks no longer than the sequences need, still obeying every rule."""
@@ -65,6 +66,8 @@ class FlashBlocks:
         )
 
 
+EVEN_TILE = 512
+"""Queries that keep two MXUs of 256 columns equally busy."""
 SCORES_AT_ONCE = 2048 * 1024
 """Queries of a tile times keys of a block: enough to hide the tile's start and end behind matmuls,
 few enough to compile in seconds and to bound what the compiler keeps in VMEM beside the blocks."""

@@ -1,0 +1,89 @@
+"""Every rule about sizes is checked before anything is traced, all at once and in words."""
+
+import pytest
+
+from maxdiffusion.kernels.flash import (
+    FixedM,
+    FlashBlocks,
+    FlashOptions,
+    FlashShape,
+    UnsupportedFlash,
+    plan_kernel,
+)
+
+
+def blocks(**changes: object) -> FlashBlocks:
+    sizes = {"block_q": 1024, "block_kv": 1024, "block_kv_compute": 512, "block_kv_compute_in": 256}
+    return FlashBlocks(**(sizes | changes))
+
+
+def shape(**changes: object) -> FlashShape:
+    sizes = {"batch": 1, "q_len": 9450, "kv_len": 75600, "heads": 40, "kv_heads": 40}
+    return FlashShape(**({**sizes, "head_dim": 128, "dtype": "bfloat16"} | changes))
+
+
+def reasons(**changes: object) -> tuple[str, ...]:
+    with pytest.raises(UnsupportedFlash) as refusal:
+        blocks(**changes)
+    assert isinstance(refusal.value, ValueError)
+    return refusal.value.reasons
+
+
+def test_sizes_come_in_lanes_and_all_offenders_are_named() -> None:
+    found = reasons(block_q=1000, block_kv=0, block_kv_compute_in=-128, heads_per_tile=0)
+    assert [r.split("=")[0] for r in found] == [
+        "block_q",
+        "block_kv",
+        "block_kv_compute_in",
+        "heads_per_tile",
+    ]
+    assert found[0] == "block_q=1000: must be a positive multiple of 128. Use 1024."
+
+
+def test_compute_blocks_divide() -> None:
+    first, second = reasons(block_kv=1024, block_kv_compute=768, block_kv_compute_in=512)
+    assert (
+        first
+        == "block_kv_compute_in=512: must divide block_kv_compute=768. Use one of [128, 256, 384, 768]."
+    )
+    assert second.startswith("block_kv_compute=768: must divide block_kv=1024.")
+
+
+def test_other_sizes_are_positive() -> None:
+    assert "vmem_limit_bytes=-1" in reasons(vmem_limit_bytes=-1)[0]
+    assert "block_q_compute=100" in reasons(block_q_compute=100)[0]
+    assert "heads_per_tile=True" in reasons(heads_per_tile=True)[0]
+
+
+@pytest.mark.parametrize("q_len", [1, 77, 128, 300, 5000])
+@pytest.mark.parametrize("kv_len", [1, 130, 512, 700, 5000])
+def test_fitted_blocks_obey_the_rules_and_waste_little(q_len: int, kv_len: int) -> None:
+    fitted = blocks().fit(q_len, kv_len)
+    assert fitted.block_q < q_len + 128
+    assert fitted.block_kv < kv_len + fitted.block_kv_compute
+    assert fitted.block_q <= 1024
+    assert fitted.block_kv <= 1024
+
+
+def refused(shape: FlashShape, blocks: FlashBlocks, **options: object) -> tuple[str, ...]:
+    with pytest.raises(UnsupportedFlash) as refusal:
+        plan_kernel(shape, blocks, FlashOptions(**options))
+    return refusal.value.reasons
+
+
+def test_shapes_are_refused_with_every_reason() -> None:
+    found = refused(shape(head_dim=100, dtype="float16", kv_len=0), blocks())
+    assert [r.split("=")[0] for r in found] == ["dtype", "kv_len", "head_dim"]
+
+
+def test_heads_must_share_evenly() -> None:
+    assert "must be a multiple of kv_heads=7" in refused(shape(kv_heads=7), blocks())[0]
+    (found,) = refused(shape(), blocks(heads_per_tile=3))
+    assert "must divide heads=40. Use one of [1, 2, 4, 5, 8, 10, 20, 40]" in found
+    (found,) = refused(shape(kv_heads=8), blocks(heads_per_tile=4))
+    assert "must divide, or be a multiple of, the 5 heads per key head. Use 1 or 5" in found
+
+
+def test_fixed_m_counts_keys() -> None:
+    (found,) = refused(shape(kv_len=2**21), blocks(), softmax=FixedM())
+    assert "must be at most 1048576 for fixed-m softmax. Use Online()" in found

@@ -1,0 +1,72 @@
+"""Unnormalised outputs merge to the whole, whatever their references are."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from kernels.flash.cases import Case, error, expected, tolerance
+
+from maxdiffusion.kernels.flash import (
+    FixedM,
+    FlashOptions,
+    Online,
+    Partials,
+    UnsupportedFlash,
+    fixed_m_bounds,
+    flash_attention,
+    flash_attention_partials,
+    smooth_keys,
+)
+
+HALF = 150
+
+
+def merged(parts: list[Partials], options: FlashOptions) -> jax.Array:
+    """Returns the normalised sum of partials."""
+    m = jnp.max(jnp.stack([p.m for p in parts]), axis=0)
+    weights = [options.exponent.power(p.m - m) for p in parts]
+    o = sum(w[..., None] * p.o for w, p in zip(weights, parts, strict=True))
+    l = sum(w * p.l for w, p in zip(weights, parts, strict=True))  # noqa: E741
+    return o / l[..., None]
+
+
+@pytest.mark.parametrize("softmax", [Online(), FixedM()], ids=["online", "fixed-m"])
+def test_two_halves_and_an_empty_part_merge_to_the_whole(softmax: Online | FixedM) -> None:
+    case = Case(batch=2, head_dim=64, options=FlashOptions(interpret=True, softmax=softmax))
+    q, k, v = case.arrays()
+    bounds = None
+    if isinstance(softmax, FixedM):
+        k = smooth_keys(k)
+        bounds = fixed_m_bounds(q, k, v)
+        assert bool(jnp.all(bounds.fixed))
+    partials = jax.jit(flash_attention_partials, static_argnames=("blocks", "options"))
+
+    def part(keys: slice, length: int) -> Partials:
+        lengths = jnp.full(2, length, jnp.int32)
+        settings = {"blocks": case.blocks, "options": case.options, "bounds": bounds}
+        return partials(q, k[:, keys], v[:, keys], kv_len=lengths, **settings)
+
+    parts = [part(slice(HALF), HALF), part(slice(HALF, None), HALF), part(slice(HALF), 0)]
+    for p in parts:
+        assert p.o.dtype == p.m.dtype == p.l.dtype == jnp.float32
+        assert p.o.shape == q.shape
+        assert p.m.shape == p.l.shape == q.shape[:3]
+    assert not jnp.any(parts[2].l)
+    assert bool(jnp.all(jnp.isfinite(parts[2].m)))
+    whole = merged(parts, case.options)
+    assert error(whole, expected(case, q, k, v)) <= tolerance(case, q, k, v)
+    if bounds is not None:
+        assert jnp.array_equal(parts[0].m, parts[1].m)
+
+
+def test_fixed_m_partials_ask_for_shared_bounds() -> None:
+    case = Case(options=FlashOptions(interpret=True, softmax=FixedM()))
+    with pytest.raises(UnsupportedFlash, match="must be given for fixed-m partials"):
+        flash_attention_partials(*case.arrays(), blocks=case.blocks, options=case.options)
+
+
+def test_bounds_do_not_go_with_online_softmax() -> None:
+    case = Case()
+    q, k, v = case.arrays()
+    bounds = fixed_m_bounds(q, k, v)
+    with pytest.raises(UnsupportedFlash, match="belong to fixed-m softmax"):
+        flash_attention(q, k, v, blocks=case.blocks, options=case.options, bounds=bounds)
