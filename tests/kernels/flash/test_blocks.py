@@ -42,10 +42,8 @@ def test_sizes_come_in_lanes_and_all_offenders_are_named() -> None:
 
 def test_compute_blocks_divide() -> None:
     first, second = reasons(block_kv=1024, block_kv_compute=768, block_kv_compute_in=512)
-    assert (
-        first
-        == "block_kv_compute_in=512: must divide block_kv_compute=768. Use one of [128, 256, 384, 768]."
-    )
+    assert first.startswith("block_kv_compute_in=512: must divide block_kv_compute=768.")
+    assert first.endswith("Use one of [128, 256, 384, 768].")
     assert second.startswith("block_kv_compute=768: must divide block_kv=1024.")
 
 

@@ -32,7 +32,7 @@ def planned(q: int, kv: int, **changes: object) -> KernelPlan:
     )
 
 
-# What libtpu 0.0.42.1 says for tpu7x when the limit is just too small ("Scoped allocation with size").
+# What libtpu 0.0.42.1 says for tpu7x ("Scoped allocation with size") if the limit is too small.
 COMPILER_MIB = [
     (4.10, planned(1024, 512)),
     (4.60, planned(1024, 1024, block_q_compute=512)),
@@ -41,6 +41,11 @@ COMPILER_MIB = [
     (9.29, planned(1536, 1024)),
     (8.31, planned(1536, 1024, head_dim=64)),
     (12.54, planned(2048, 1024)),
+    (4.49, planned(512, 512, dtype="float32")),
+    (7.40, planned(1024, 512, dtype="float32")),
+    (11.05, planned(1024, 1024, dtype="float32")),
+    (2.61, planned(512, 512, head_dim=80)),
+    (3.79, planned(512, 256, heads_per_tile=2, masked=True, partials=True, block_q_compute=256)),
     (11.05, planned(1024, 2048)),
 ]
 
