@@ -15,7 +15,7 @@ from maxdiffusion.config.keys import KEYS
 
 @pytest.fixture
 def config(tmp_path):
-    text = "height: 480\nlearning_rate: 1e-4\nflash_block_sizes: {block_q: 512}\n"
+    text = "height: 480\nscale_lr: true\nflash_block_sizes: {block_q: 512}\n"
     return load_config([write(tmp_path, text), "seed=7", "flash_block_sizes.block_kv=256"])
 
 
@@ -67,7 +67,7 @@ def test_digest_follows_values_and_not_sources(config, tmp_path):
 
 
 def test_names_given_keys_without_meaning_in_one_line(config, tmp_path):
-    assert without_meaning(config) == "Keys without meaning here, not used (1): learning_rate"
+    assert without_meaning(config) == "Keys without meaning here, not used (1): scale_lr"
     assert without_meaning(load_config([write(tmp_path, "seed: 1")])) is None
 
 

@@ -12,6 +12,7 @@ from maxdiffusion.config.validation import check_job
 
 FOLDER = Path(__file__).parents[2] / "configs"
 NAMES = ("base_wan_27b", "base_wan_14b", "base_wan_1_3b", "wan_tiny")
+TRAINING = ("train_embedded",)
 
 
 def config_of(name):
@@ -19,7 +20,7 @@ def config_of(name):
 
 
 def test_the_folder_holds_these():
-    assert {path.stem for path in FOLDER.glob("*.yml")} == set(NAMES)
+    assert {path.stem for path in FOLDER.glob("*.yml")} == {*NAMES, *TRAINING}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -41,7 +42,7 @@ def test_base_states_every_used_key_at_its_default():
     }
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize("name", [*NAMES[1:], *TRAINING])
 def test_others_state_only_differences(name):
     stated = yaml.safe_load((FOLDER / f"{name}.yml").read_text())
     base = load_config([str(FOLDER / stated.pop("base_config"))])

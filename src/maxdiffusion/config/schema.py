@@ -12,6 +12,7 @@ class Use(Enum):
     """What becomes of a key."""
 
     USED = "used"
+    TRAINING = "used in training"
     NO_MEANING = "no meaning here"
     REFUSED = "refused unless at its default"
 
@@ -42,6 +43,11 @@ class Key:
 def used(name: str, kind: Kind, default: Any, meaning: str) -> Key:
     """A key that this program acts on."""
     return Key(name=name, kind=kind, default=default, meaning=meaning)
+
+
+def trains(name: str, kind: Kind, default: Any, meaning: str) -> Key:
+    """A key that training acts on, and generation does not look at."""
+    return Key(name=name, kind=kind, default=default, meaning=meaning, use=Use.TRAINING)
 
 
 def unused(name: str, kind: Kind, default: Any, meaning: str) -> Key:

@@ -1,15 +1,20 @@
-"""Keys of training data: accepted, without meaning for generation."""
+"""Keys of training data, which generation does not look at."""
 
-from maxdiffusion.config.kinds import Boolean, Integer, Secret, Text
-from maxdiffusion.config.schema import unused
+from maxdiffusion.config.kinds import Boolean, Integer, Number, Secret, Text
+from maxdiffusion.config.schema import trains, unused
 
 KEYS = (
     unused("dataset_name", Text(), "", "Data set, as a hub id or a path."),
-    unused("dataset_type", Text(), "tfrecord", "How data is stored."),
+    trains(
+        "dataset_type",
+        Text(),
+        "tfrecord",
+        "`synthetic` (moving shapes), `videos` (a folder), or tfrecord (not read).",
+    ),
     unused("dataset_config_name", Text(), "", "Configuration of a hub data set."),
     unused("dataset_save_location", Text(), "", "Folder of prepared data."),
     unused("train_split", Text(), "train", "Split of a hub data set."),
-    unused("train_data_dir", Text(), "", "Folder of training records."),
+    trains("train_data_dir", Text(), "", "Folder of videos with captions."),
     unused("cache_latents_text_encoder_outputs", Boolean(), True, "Train on prepared latents."),
     unused("load_tfrecord_cached", Boolean(), True, "Read records that were prepared."),
     unused("tfrecords_dir", Text(), "", "Folder that records are written to."),
@@ -25,5 +30,18 @@ KEYS = (
     unused("tokenize_captions_num_proc", Integer(minimum=1), 4, "Processes that tokenize."),
     unused("transform_images_num_proc", Integer(minimum=1), 4, "Processes that resize."),
     unused("reuse_example_batch", Boolean(), False, "Train on the first batch again and again."),
-    unused("enable_data_shuffling", Boolean(), True, "Shuffle the data."),
+    trains("enable_data_shuffling", Boolean(), True, "Shuffle the data."),
+    trains(
+        "latent_cache_dir",
+        Text(),
+        "",
+        "Folder that encoded clips are kept in; filled by the first run.",
+    ),
+    trains("synthetic_clips", Integer(minimum=1), 16384, "How many synthetic clips there are."),
+    trains(
+        "synthetic_pair_share",
+        Number(minimum=0, maximum=1),
+        0.0,
+        "Share of synthetic clips that show two shapes.",
+    ),
 )

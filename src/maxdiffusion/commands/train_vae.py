@@ -1,0 +1,121 @@
+"""From a config to a trained video autoencoder in a diffusers folder."""
+
+from pathlib import Path
+
+import numpy as np
+
+from maxdiffusion.commands.generate import say, use_cache
+from maxdiffusion.commands.train import reporter, vae_of
+from maxdiffusion.commands.training_settings import clips, optimiser, training_mesh
+from maxdiffusion.config.config import Config
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.models.vae import ALL_FRAMES
+from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.runtime.progress import steps_bar
+from maxdiffusion.training.blank import vae_json
+from maxdiffusion.training.checkpoints import Checkpoints
+from maxdiffusion.training.data import Batches, Order
+from maxdiffusion.training.export import NewPart, export_model
+from maxdiffusion.training.latent_cache import CaptionedClips
+from maxdiffusion.training.loop import Loop, LoopPlan
+from maxdiffusion.training.metrics import MetricsWriter
+from maxdiffusion.training.sources import as_signed
+from maxdiffusion.training.state import TrainState, first_state, place_values
+from maxdiffusion.training.vae_training import VAE, VaeTraining, peak_signal, with_statistics
+from maxdiffusion.weights.folder import ModelFolder
+from maxdiffusion.weights.vae_map import vae_map
+
+MEASURED_CLIPS, AT_ONCE = 256, 16
+
+
+def train_vae(reading: Reading) -> None:
+    """Trains the autoencoder of a model folder, and writes the folder with the new one."""
+    config = reading.config
+    check(config, list(reading.problems))
+    use_cache(config)
+    folder, spec = open_wan_folder(config.pretrained_model_name_or_path)
+    training = VaeTraining(
+        config=spec.vae, optimiser=optimiser(config), mesh=training_mesh(config, None)
+    )
+    _, values = vae_of(folder, spec)
+    values = place_values(values, training.part, training.mesh)
+    state = first_state({VAE: values}, training.optimiser, seed=config.seed, mesh=training.mesh)
+    captioned = clips(config)
+    order = Order(batch=config.global_batch_size or 8, seed=config.seed)
+    batches = Batches(captioned, order)
+    checkpoints = Checkpoints(Path(config.checkpoint_dir), keep=config.keep_checkpoints, say=say)
+    try:
+        state = run(config, training, batches, checkpoints, state)
+    finally:
+        checkpoints.close()
+    if config.export_dir:
+        export(config, training, state, captioned, folder)
+
+
+def check(config: Config, earlier: list[Problem]) -> None:
+    """Raises what stands between a config and a training."""
+    problems = earlier
+    if not config.checkpoint_dir:
+        rule, remedy = "training needs a folder of its own", "Set checkpoint_dir=FOLDER"
+        problems.append(Problem(name="checkpoint_dir", value="", rule=rule, remedy=remedy))
+    if problems:
+        raise ProblemsFound(problems)
+
+
+def run(
+    config: Config,
+    training: VaeTraining,
+    batches: Batches,
+    checkpoints: Checkpoints,
+    state: TrainState,
+) -> TrainState:
+    """The state after the last step."""
+    restored = checkpoints.restore(state)
+    if restored is not None:
+        state = restored.state
+        batches.seek(restored.data)
+        say(f"continuing after step {int(state.step)} from {checkpoints.folder}")
+    metrics = MetricsWriter(Path(config.metrics_file) if config.metrics_file else None)
+    metrics.start(int(state.step))
+    plan = LoopPlan(
+        steps=config.max_train_steps,
+        checkpoint_every=max(0, config.checkpoint_every),
+        program_at=lambda step: VAE,
+    )
+    try:
+        with steps_bar("Training", max(0, plan.steps - int(state.step))) as advance:
+            report = reporter(metrics, advance, plan.steps)
+            programs = {VAE: training.step()}
+            loop = Loop(plan, programs, batches, checkpoints=checkpoints, report=report)
+            return loop.run(state)
+    finally:
+        metrics.close()
+
+
+def export(
+    config: Config,
+    training: VaeTraining,
+    state: TrainState,
+    captioned: CaptionedClips,
+    folder: ModelFolder,
+) -> None:
+    """Writes the folder with the new autoencoder and the statistics of its latents."""
+    new_state = training.part.state(state.ema[VAE])
+    vae = training.part.merge(state.ema[VAE])
+    latents, decibels = [], []
+    for at in range(0, min(MEASURED_CLIPS, len(captioned)), AT_ONCE):
+        stop = min(at + AT_ONCE, len(captioned))
+        videos = np.stack([captioned[index]["video"] for index in range(at, stop)])
+        mean = vae.encode(as_signed(videos), chunk=ALL_FRAMES).mean
+        latents.append(np.asarray(mean))
+        decoded = np.asarray(vae.decode(mean, chunk=ALL_FRAMES))
+        decibels.append(peak_signal((decoded + 1) * 127.5, videos))
+    measured = with_statistics(training.config, latents)
+    part = NewPart(
+        state=new_state,
+        table=vae_map(measured),
+        config={**folder.configs[VAE], **vae_json(measured)},
+    )
+    export_model(folder.root, Path(config.export_dir).expanduser(), {VAE: part})
+    say(f"wrote {config.export_dir}: {np.mean(decibels):.2f} dB on {len(latents) * AT_ONCE} clips")

@@ -1,0 +1,160 @@
+"""A model that has learnt nothing yet: sizes, a tokenizer for the captions, random weights."""
+
+import shutil
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import jax.numpy as jnp
+from flax import nnx
+from transformers import T5Tokenizer
+
+from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.vae import WanVae, WanVaeConfig
+from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.training.clips import every_word
+from maxdiffusion.training.export import NewPart, config_of, export_model
+from maxdiffusion.training.vae_training import as_pictures, first_bias
+from maxdiffusion.weights.transformer_map import transformer_map
+from maxdiffusion.weights.umt5_map import umt5_map
+from maxdiffusion.weights.vae_map import vae_map
+
+LATENT_CHANNELS = 8
+TEXT_WIDTH = 64
+WORD_START = "▁"
+_SIGNS = "".join(map(chr, range(33, 127)))
+_LIKELY, _UNLIKELY = -4.0, -10.0  # log probabilities: a known word beats any spelling of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlankSizes:
+    """The sizes of the small model for moving shapes."""
+
+    transformer: WanTransformerConfig = field(
+        default_factory=lambda: WanTransformerConfig(
+            layers=6,
+            heads=4,
+            head_dim=32,
+            ffn_dim=384,
+            in_channels=LATENT_CHANNELS,
+            out_channels=LATENT_CHANNELS,
+            text_dim=TEXT_WIDTH,
+        )
+    )
+    vae: WanVaeConfig = field(
+        default_factory=lambda: WanVaeConfig(
+            base_dim=16,
+            z_dim=LATENT_CHANNELS,
+            dim_mult=(1, 2, 2, 2),
+            num_res_blocks=1,
+            latents_mean=(0.0,) * LATENT_CHANNELS,
+            latents_std=(1.0,) * LATENT_CHANNELS,
+        )
+    )
+    text: Umt5Config = field(
+        default_factory=lambda: Umt5Config(
+            vocab=1, width=TEXT_WIDTH, head_dim=16, mlp_width=128, layers=2, heads=4
+        )
+    )
+
+
+def write_blank_model(
+    template: Path, folder: Path, *, seed: int, sizes: BlankSizes | None = None
+) -> None:
+    """Writes a diffusers folder with fresh weights; scheduler and index come from `template`."""
+    sizes = sizes or BlankSizes()
+    staging = folder.with_name(f"{folder.name}-template")
+    shutil.copytree(template, staging, dirs_exist_ok=True)
+    try:
+        vocabulary = write_tokenizer(staging / "tokenizer")
+        text = replace(sizes.text, vocab=vocabulary)
+        export_model(staging, folder, _parts(template, replace(sizes, text=text), seed))
+    finally:
+        shutil.rmtree(staging)
+
+
+def write_tokenizer(folder: Path) -> int:
+    """Writes a T5 tokenizer with one piece for every word of the captions; returns its size."""
+    shutil.rmtree(folder, ignore_errors=True)
+    special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
+    words = [(WORD_START + word, _LIKELY) for word in every_word()]
+    signs = [(sign, _UNLIKELY) for sign in (WORD_START, *_SIGNS)]
+    tokenizer = T5Tokenizer(vocab=special + words + signs, extra_ids=0, model_max_length=512)
+    tokenizer.save_pretrained(folder)
+    return len(tokenizer)
+
+
+def _parts(template: Path, sizes: BlankSizes, seed: int) -> dict[str, NewPart]:
+    size, text, vae = sizes.transformer, sizes.text, sizes.vae
+    float32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
+    transformer = NewPart(
+        state=nnx.split(WanTransformer(size, rngs=nnx.Rngs(seed), **float32))[1],
+        table=transformer_map(size),
+        config=config_of(template, "transformer", **transformer_json(size)),
+    )
+    encoder = Umt5Encoder(text, rngs=nnx.Rngs(seed + 1))
+    return {
+        "transformer": transformer,
+        "transformer_2": transformer,
+        "text_encoder": NewPart(
+            state=nnx.split(encoder)[1],
+            table=umt5_map(text),
+            config=config_of(template, "text_encoder", **text_json(text)),
+        ),
+        "vae": NewPart(
+            state=_fresh_vae(vae, seed + 2),
+            table=vae_map(vae),
+            config=config_of(template, "vae", **vae_json(vae)),
+        ),
+    }
+
+
+def _fresh_vae(config: WanVaeConfig, seed: int) -> nnx.State:
+    _, state = nnx.split(WanVae(config, rngs=nnx.Rngs(seed)))
+    flat = nnx.to_flat_state(state)
+    changed = []
+    for path, variable in flat:
+        name = ".".join(map(str, path))
+        value = as_pictures(name, variable.get_value())
+        changed.append((path, variable.replace(first_bias(name, value))))
+    return nnx.from_flat_state(changed)
+
+
+def transformer_json(config: WanTransformerConfig) -> dict[str, object]:
+    """The sizes of a transformer by diffusers' names."""
+    return {
+        "num_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "attention_head_dim": config.head_dim,
+        "ffn_dim": config.ffn_dim,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "text_dim": config.text_dim,
+        "freq_dim": config.freq_dim,
+        "patch_size": config.patch,
+    }
+
+
+def text_json(config: Umt5Config) -> dict[str, object]:
+    """The sizes of a text encoder by transformers' names."""
+    return {
+        "vocab_size": config.vocab,
+        "d_model": config.width,
+        "d_kv": config.head_dim,
+        "d_ff": config.mlp_width,
+        "num_layers": config.layers,
+        "num_heads": config.heads,
+        "dtype": "float32",
+    }
+
+
+def vae_json(config: WanVaeConfig) -> dict[str, object]:
+    """The sizes and statistics of an autoencoder by diffusers' names."""
+    return {
+        "base_dim": config.base_dim,
+        "z_dim": config.z_dim,
+        "dim_mult": config.dim_mult,
+        "num_res_blocks": config.num_res_blocks,
+        "temperal_downsample": config.temperal_downsample,
+        "latents_mean": config.latents_mean,
+        "latents_std": config.latents_std,
+    }

@@ -1,0 +1,97 @@
+"""Figures of a run: a line of JSON for every step, TensorBoard, and words for a person."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from maxdiffusion.training.flow_matching import BucketLosses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What one step said of itself."""
+
+    step: int
+    part: str
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    details: Any = None
+
+    def as_json(self, work: "Work") -> dict[str, Any]:
+        """The figures with plain names, ready for json.dump."""
+        line: dict[str, Any] = {
+            "step": self.step,
+            "part": self.part,
+            "learning/loss": self.loss,
+            "learning/gradient_norm": self.gradient_norm,
+            "learning/rate": self.learning_rate,
+            "perf/step_time_seconds": self.seconds,
+            "perf/tokens_per_second": work.tokens / self.seconds,
+            "perf/tflops_per_second_per_device": work.tflops_per_device / self.seconds,
+        }
+        return line | {f"learning/{name}": value for name, value in self.named_details().items()}
+
+    def named_details(self) -> Mapping[str, float]:
+        """The details by name: losses by timestep, or the parts of a loss."""
+        if isinstance(self.details, BucketLosses):
+            return {f"loss_{name}": value for name, value in self.details.means().items()}
+        return {name: float(value) for name, value in (self.details or {}).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes: video tokens, and TFLOP on each device (see `flops.py`)."""
+
+    tokens: int = 0
+    tflops_per_device: float = 0.0
+
+
+@dataclass
+class MetricsWriter:
+    """Appends a JSON line for every step; lines of steps that are trained again are dropped."""
+
+    path: Path | None
+    work: Work = field(default_factory=Work)
+    _file: IO[str] | None = None
+
+    def start(self, finished: int) -> None:
+        """Opens the file for a run that has `finished` steps behind it."""
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(self.path) if line["step"] <= finished]
+        self._file = self.path.open("w", encoding="utf-8")
+        for line in kept:
+            self._write(line)
+
+    def __call__(self, figures: Figures) -> None:
+        """Writes the line of one step."""
+        if self._file is not None:
+            self._write(figures.as_json(self.work))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file; one that was cut short is left out."""
+    if not path.exists():
+        return []
+    found = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            found.append(json.loads(text))
+        except ValueError:
+            continue
+    return found

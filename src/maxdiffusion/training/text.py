@@ -1,0 +1,114 @@
+"""Captions on their way into the transformer: ready rows, or tokens and their encoder.
+
+WAN attends to the zero rows that pad a text to its full length (512). They are all the same row,
+so training looks at one of them and counts it as many times as there would be.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from maxdiffusion.attention import AttentionPlan
+from maxdiffusion.models.umt5 import Umt5Encoder
+from maxdiffusion.training.parts import Part, Values
+
+TEXT_ENCODER = "text_encoder"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Captions:
+    """Tokens of a batch of captions, zero after the end, and how many there are of each."""
+
+    ids: Int[Array, "B T"]
+    lengths: Int[Array, " B"]
+
+
+class TextReader(Protocol):
+    """Gives the rows that the transformer reads, some of them replaced by the empty caption."""
+
+    def __call__(
+        self, values: Mapping[str, Values], captions: Captions, key: PRNGKeyArray
+    ) -> Float[Array, "B T E"]:
+        """The rows of every caption, with one zero row last."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedCaptions:
+    """Runs the text encoder, whose parameters may be trained along."""
+
+    encoder: Part[Umt5Encoder]
+    empty: tuple[int, ...]  # the tokens of the empty caption
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: must be at least 0 and less than 1")
+
+    def __call__(
+        self, values: Mapping[str, Values], captions: Captions, key: PRNGKeyArray
+    ) -> Float[Array, "B T E"]:
+        length = captions.ids.shape[1]
+        empty = jnp.asarray(padded_ids([self.empty], length)[0])
+        dropped = jax.random.bernoulli(key, self.dropout, captions.lengths.shape)
+        ids = jnp.where(dropped[:, None], empty, captions.ids)
+        lengths = jnp.where(dropped, len(self.empty), captions.lengths)
+        mask = jnp.arange(length)[None, :] < lengths[:, None]
+        rows = self.encoder.merge(values[TEXT_ENCODER])(ids, mask)
+        return jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
+
+
+def padded_ids(texts: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
+    """Tokens of several texts, each filled up with zeros."""
+    rows = np.zeros((len(texts), length), np.int32)
+    for row, ids in zip(rows, texts, strict=True):
+        if len(ids) > length:
+            raise ValueError(
+                f"a caption has {len(ids)} tokens: at most {length} fit. Raise caption_tokens"
+            )
+        row[: len(ids)] = ids
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatedRowAttention(AttentionPlan):
+    """Attention to a text whose last row stands for `repeats` rows that are all the same.
+
+    n equal keys weigh as much as one key whose score is higher by log n.
+    """
+
+    repeats: int
+
+    @classmethod
+    def of(cls, plan: AttentionPlan, repeats: int) -> "RepeatedRowAttention":
+        """The plan for a text whose last row counts `repeats` times."""
+        if repeats < 1:
+            raise ValueError(f"repeats={repeats}: the padding row must stand for at least one")
+        held = {field.name: getattr(plan, field.name) for field in fields(AttentionPlan)}
+        return cls(**held, repeats=repeats)
+
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        kv_mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B S N H"]:
+        assert kv_mask is None, "texts of WAN have no mask"
+        scale = 1 / math.sqrt(q.shape[-1])
+        scores = jnp.einsum("BSNH,BTNH->BNST", q, k, preferred_element_type=jnp.float32)
+        scores = (scores * scale).at[..., -1].add(math.log(self.repeats))
+        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        return jnp.einsum("BNST,BTNH->BSNH", weights, v)
+
+    def describe(self) -> str:
+        """What runs, in words."""
+        return (
+            f"dot_product, with the zero rows of the text as one that counts {self.repeats} times"
+        )

@@ -1,0 +1,132 @@
+"""A run that is cut short, in any way, ends where one ends that is not."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training import toy_run
+
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.training.checkpoints import Checkpoints, fingerprints
+from maxdiffusion.training.loop import LossNotFinite
+from maxdiffusion.training.state import first_state
+
+STEPS = 14
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The end of a run that nothing happens to."""
+    state, _ = toy_run.run(tmp_path_factory.mktemp("whole"), STEPS)
+    return toy_run.summary(state)
+
+
+def process(folder, seconds=0.0):
+    command = [sys.executable, toy_run.__file__, str(folder), str(STEPS), str(seconds)]
+    # The same compiler settings as in this process, so that bits can be compared.
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def end_process_at(folder, step, how):
+    """Runs until a step is done, sends a signal, and returns what was said after it."""
+    with process(folder, seconds=0.2) as running:
+        for line in running.stdout:
+            if line.strip() == f"step {step}":
+                running.send_signal(how)
+                break
+        rest = running.stdout.read()
+    return running.returncode, rest
+
+
+def test_killed_and_continued_is_bit_for_bit_the_same(whole, tmp_path):
+    code, _ = end_process_at(tmp_path, 10, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    assert Checkpoints(tmp_path).steps[0] == 4
+    with process(tmp_path) as again:
+        lines = again.stdout.read().splitlines()
+    first = int(lines[0].split()[1])
+    assert 5 <= first <= 9  # from a checkpoint, not from the start
+    end = json.loads(lines[-1])["end"]
+    assert end == whole
+
+
+def test_sigterm_saves_and_says_so(whole, tmp_path):
+    code, said = end_process_at(tmp_path, 5, signal.SIGTERM)
+    assert code == 7
+    assert "The same command continues" in said
+    kept = Checkpoints(tmp_path).steps[-1]
+    assert 5 <= kept <= 7
+    state, _ = toy_run.run(tmp_path, STEPS)
+    assert toy_run.summary(state) == whole
+
+
+def largest_file(folder):
+    return max((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+
+
+def flip(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    file.write_bytes(content)
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
+def test_a_damaged_newest_gives_way_to_the_one_before(whole, tmp_path, damage):
+    toy_run.run(tmp_path, 9)
+    assert Checkpoints(tmp_path).steps == (4, 8, 9)
+    damage(largest_file(tmp_path / "9" / "state"))
+    state, said = toy_run.run(tmp_path, STEPS)
+    assert "checkpoint of step 9 is damaged" in said[0]
+    assert "continuing from step 8" in said[0]
+    assert (tmp_path / "damaged-9").is_dir()
+    assert toy_run.summary(state) == whole
+
+
+def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good(tmp_path):
+    def bad(values, batch, key):
+        loss, figures = toy_run.noisy_loss(values, batch, key)
+        # The kernel grows by AdamW's first steps: after some of them the loss has no value.
+        return jnp.where(
+            jnp.abs(values["toy"]["kernel"][0, 0] - start) > 0.035, jnp.nan, loss
+        ), figures
+
+    start = np.asarray(toy_run.start().values["toy"]["kernel"])[0, 0]
+    with pytest.raises(LossNotFinite, match=r"loss of step \d+ is nan") as caught:
+        toy_run.run(tmp_path, 40, loss=bad, every=1)
+    kept = Checkpoints(tmp_path)
+    assert f"the last good checkpoint is of step {kept.steps[-1]}" in str(caught.value)
+    good = kept.restore(toy_run.start()).state
+    assert np.isfinite(np.asarray(good.values["toy"]["kernel"])).all()
+
+
+def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
+    toy_run.run(tmp_path, 2)
+    values = {"toy": {"kernel": jnp.zeros((8, 8))}}
+    other = first_state(values, toy_run.RULE, seed=0, mesh=toy_run.single_device_mesh())
+    with pytest.raises(ProblemsFound, match=r"kernel=\(64, 64\): has shape \(8, 8\)"):
+        Checkpoints(tmp_path).restore(other)
+
+
+def test_an_empty_folder_has_nothing_to_restore(tmp_path):
+    assert Checkpoints(tmp_path / "new").restore(toy_run.start()) is None
+
+
+def test_fingerprints_see_every_bit_and_every_place():
+    array = np.arange(12, dtype=np.float32).reshape(3, 4)
+    found = fingerprints({"a": jnp.asarray(array)})["a"]
+    swapped, flipped = array.copy(), array.copy()
+    swapped[0, 1], swapped[2, 3] = array[2, 3], array[0, 1]
+    flipped.view(np.uint32)[1, 1] ^= 1
+    for other in (swapped, flipped):
+        assert fingerprints({"a": jnp.asarray(other)})["a"] != found

@@ -1,0 +1,213 @@
+"""A step does the same on every mesh, under every remat policy, and in pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from training.tiny_training import (
+    LATENT,
+    batch_of,
+    flat,
+    losses_of,
+    mesh_of,
+    optimiser,
+    state_of,
+    training,
+)
+
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
+from maxdiffusion.training.flow_matching import NoiseLevels
+from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate
+from maxdiffusion.training.remat import Remat, RematPolicy
+from maxdiffusion.training.state import first_state
+from maxdiffusion.training.step import make_step
+from maxdiffusion.training.text import TEXT_ENCODER
+from maxdiffusion.training.wan_training import BatchShape
+
+# Sums in float32 in another order: a loss is a mean over 1,000 values, each from a network of
+# depth 2, so that some 50 roundings of 6e-8 remain below this.
+RTOL = 1e-5
+EXPERT = "transformer"
+
+
+@pytest.fixture(scope="module")
+def alone():
+    run = training()
+    return run, run.step(EXPERT)
+
+
+@pytest.fixture(scope="module")
+def losses_alone(alone):
+    return losses_of(*alone)[0]
+
+
+@pytest.mark.parametrize(
+    ("attention", "sizes"),
+    [
+        ("dot_product", {"data": 2, "tensor": 4}),
+        ("dot_product", {"fsdp": 2, "ring": 2, "ulysses": 2}),
+        ("ring", {"data": 2, "fsdp": 2, "ring": 2}),
+    ],
+)
+def test_losses_are_the_same_on_one_device_and_eight(losses_alone, attention, sizes):
+    run = training(mesh=mesh_of(**sizes), attention=attention)
+    losses, state = losses_of(run, run.step(EXPERT))
+    np.testing.assert_allclose(losses, losses_alone, rtol=RTOL)
+    kernel = state.values[EXPERT]["blocks.ffn.up.kernel"]
+    held = kernel.addressable_shards[0].data.size
+    assert held * sizes.get("fsdp", 1) * sizes.get("tensor", 1) == kernel.size
+
+
+def test_training_learns_the_same_each_time(alone):
+    run, step = alone
+    ends = []
+    for _ in range(2):
+        state, losses = state_of(run), []
+        for number in range(30):
+            state, report = step(state, batch_of(number % 2))
+            losses.append(float(report.loss))
+        assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
+        ends.append(flat(state))
+    assert_same(*ends)
+    assert all(np.isfinite(value).all() for value in ends[0].values())
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for path, value in one.items():
+        np.testing.assert_array_equal(value, other[path], err_msg=path)
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """The gradient of one loss under a policy, and how many numbers its backward pass keeps."""
+
+    def under(policy):
+        run = training(remat=policy)
+        values, part = state_of(run).values[EXPERT], run.parts[EXPERT]
+        latents = jnp.asarray(batch_of(0).latents)
+        rows = jnp.ones((len(latents), run.batch.caption_tokens + 1, 16))
+
+        def of(values):
+            model = part.merge(values)
+            return jnp.sum(
+                jnp.sin(
+                    model(
+                        latents,
+                        jnp.arange(1.0, 1 + len(latents)),
+                        model.text_keys_values(rows),
+                        attention=run.block_attention,
+                        layout=run.layout,
+                    )
+                )
+            )
+
+        with jax.set_mesh(run.mesh):
+            kept = jax.eval_shape(lambda v: jax.vjp(of, v)[1], values)
+            found = jax.jit(jax.grad(of))(values)
+        return flat(found), sum(leaf.size for leaf in jax.tree.leaves(kept))
+
+    return under
+
+
+def test_remat_changes_what_is_kept_and_not_the_gradient(gradients):
+    plain, most = gradients(RematPolicy())
+    kept = {}
+    for kind in {*Remat} - {Remat.NONE}:
+        found, kept[kind] = gradients(RematPolicy(kind=kind, saved=("attn_output",)))
+        for path, value in found.items():
+            scale = np.abs(plain[path]).max()
+            np.testing.assert_allclose(value, plain[path], atol=RTOL * scale, err_msg=path)
+    assert max(kept.values()) < most
+    assert kept[Remat.FULL] < kept[Remat.CUSTOM] < most
+    assert kept[Remat.FULL] < kept[Remat.MATMUL_WITHOUT_BATCH]
+
+
+def test_unknown_names_of_remat_are_refused():
+    with pytest.raises(ProblemsFound, match=r"names_which_can_be_saved='ffn'.*attn_output"):
+        RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))
+
+
+def test_experts_take_turns_by_the_share_of_their_levels():
+    schedule = ExpertSchedule(levels=NoiseLevels(shift=3.0), boundary=0.875)
+    turns = [schedule.at(step) for step in range(1000)]
+    assert turns.count("transformer") == 300  # 0.875 is 0.7 before the shift
+    assert {*turns[:8]} == {"transformer", "transformer_2"}
+
+
+def test_a_step_of_one_expert_leaves_the_other_alone():
+    schedule = ExpertSchedule(levels=NoiseLevels(shift=3.0), boundary=0.875)
+    run = training(experts=schedule, text_rate=0.5, dtype=jnp.dtype(jnp.bfloat16))
+    before = state_of(run)
+    held = {name: flat(part) for name, part in before.values.items()}
+    after, report = run.step("transformer_2")(before, batch_of(0))
+    assert_same(flat(after.values["transformer"]), held["transformer"])
+    for name in ("transformer_2", TEXT_ENCODER):
+        found = flat(after.values[name])
+        assert any((value != held[name][path]).any() for path, value in found.items())
+        # bfloat16 is what is computed in; what is trained is float32.
+        assert {value.dtype for value in found.values()} == {np.dtype("float32")}
+    assert [*report.figures.means()][-1] == "750-875"
+
+
+def quadratic(values, batch, key):
+    """A loss without a network: how far `w` is from the rows."""
+    error = values["toy"]["w"] - batch
+    return jnp.mean(jnp.square(error)), {"rows": jnp.float32(batch.shape[0])}
+
+
+def toy_state(rule, start=(1.0, 2.0, 3.0)):
+    mesh = mesh_of()
+    return first_state({"toy": {"w": jnp.array(start)}}, rule, seed=0, mesh=mesh)
+
+
+def test_pieces_give_the_gradient_of_the_whole_batch():
+    rule = optimiser()
+    rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)
+    results = []
+    for count in (1, 4):
+        step = jax.jit(make_step(quadratic, rule, trained=("toy",), accumulation=count))
+        results.append(step(toy_state(rule), rows))
+    (one, whole), (other, pieces) = results
+    np.testing.assert_allclose(one.values["toy"]["w"], other.values["toy"]["w"], rtol=1e-6)
+    assert float(whole.loss) == pytest.approx(float(pieces.loss), rel=1e-6)
+    assert float(pieces.figures["rows"]) == 8
+
+
+@pytest.mark.parametrize(
+    ("clipping", "expected"),
+    [
+        (Clipping.NONE, (30.0, 40.0)),
+        (Clipping.VALUE, (2.0, 2.0)),
+        (Clipping.GLOBAL_NORM, (1.2, 1.6)),
+    ],
+)
+def test_clipping(clipping, expected):
+    rule = optimiser(clipping=clipping, clip_at=2.0)
+    clipped = rule.clip(jnp.array([30.0, 40.0]), jnp.float32(50.0))
+    np.testing.assert_allclose(clipped, expected, rtol=1e-6)
+
+
+def test_rates_rise_and_fall():
+    flat_rate = LearningRate(peak=1.0, steps=100)
+    assert [float(flat_rate(jnp.int32(n))) for n in (0, 9, 99)] == pytest.approx([0.1, 1, 1])
+    cosine = LearningRate(peak=1.0, steps=110, warmup_share=10 / 110, decay=Decay.COSINE)
+    found = [float(cosine(jnp.int32(n))) for n in (0, 10, 60, 110)]
+    assert found == pytest.approx([0.1, 1, 0.51, 0.02])
+
+
+def test_the_running_mean_follows_by_its_decay():
+    rule = optimiser(ema_decay=0.9)
+    mean = {"w": jnp.zeros(1)}
+    early = rule.average(mean, {"w": jnp.ones(1)}, jnp.int32(0))
+    late = rule.average(mean, {"w": jnp.ones(1)}, jnp.int32(10_000))
+    assert float(early["w"][0]) == pytest.approx(0.9)
+    assert float(late["w"][0]) == pytest.approx(0.1)
+
+
+def test_bad_batches_are_refused_with_all_reasons():
+    with pytest.raises(ProblemsFound, match=r"global_batch_size=6.*\n.*caption_tokens=0"):
+        BatchShape(clips=6, latent=LATENT, caption_tokens=0, accumulation=4)
+    with pytest.raises(ValueError, match="shared"):
+        ExpertSchedule(levels=NoiseLevels(), boundary=None, trained=TrainedExperts.BOTH)

@@ -1,0 +1,92 @@
+"""A run of a toy model, started by the tests as a process that can be killed.
+
+python toy_run.py FOLDER STEPS [SECONDS PER STEP]     prints every step, and the end as JSON
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxdiffusion.mesh import single_device_mesh
+from maxdiffusion.runtime.problems import RunFailed
+from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
+from maxdiffusion.training.data import Batches, Order
+from maxdiffusion.training.loop import Loop, LoopPlan
+from maxdiffusion.training.optimiser import Decay, LearningRate, Optimiser
+from maxdiffusion.training.state import first_state
+from maxdiffusion.training.step import make_step
+
+RULE = Optimiser(learning_rate=LearningRate(peak=0.01, steps=40, decay=Decay.COSINE))
+WIDTH = 64
+
+
+class Rows:
+    """A hundred rows of numbers."""
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        return {"row": np.random.default_rng(index).standard_normal(WIDTH).astype(np.float32)}
+
+
+def noisy_loss(values, batch, key):
+    noise = jax.random.normal(key, batch["row"].shape)
+    hidden = jnp.tanh((batch["row"] + noise) @ values["toy"]["kernel"])
+    return jnp.mean(jnp.square(hidden - batch["row"])), {}
+
+
+def start():
+    kernel = jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)) / 8
+    return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=single_device_mesh())
+
+
+def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_loss, every=4):
+    """Trains from the newest checkpoint in `folder`; returns the end and what was said."""
+    said = []
+    checkpoints = Checkpoints(Path(folder), keep=3, say=said.append)
+    batches = Batches(Rows(), Order(batch=8, seed=2))
+    state = start()
+    restored = checkpoints.restore(state)
+    if restored is not None:
+        state = restored.state
+        batches.seek(restored.data)
+
+    def told(figures):
+        report(figures)
+        time.sleep(seconds)
+
+    program = jax.jit(make_step(loss, RULE, trained=("toy",)), donate_argnums=0)
+    plan = LoopPlan(steps=steps, checkpoint_every=every)
+    try:
+        loop = Loop(plan, {"": program}, batches, checkpoints=checkpoints, report=told)
+        return loop.run(state), said
+    finally:
+        checkpoints.close()
+
+
+def summary(state):
+    """Every number of a state, exactly."""
+    return {path: np.asarray(array).tobytes().hex() for path, array in flat_arrays(state).items()}
+
+
+def main():
+    folder, steps = sys.argv[1], int(sys.argv[2])
+    seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    try:
+        state, said = run(
+            folder, steps, seconds=seconds, report=lambda f: print("step", f.step, flush=True)
+        )
+    except RunFailed as error:
+        print("failed", error, flush=True)
+        sys.exit(7)
+    print(json.dumps({"said": said, "end": summary(state)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
