@@ -7,13 +7,16 @@ from jaxtyping import Array, Bool, Float
 def fold_batch(x: Float[Array, "B S N H"]) -> Float[Array, "1 S K H"]:
     """[B, S, N, H] as [1, S, B*N, H], the heads of the first batch element first."""
     batch, tokens, heads, width = x.shape
-    return x.transpose(1, 0, 2, 3).reshape(1, tokens, batch * heads, width)
+    # Side by side as columns of [S, N*H], which a TPU tiles without padding: a transpose would not.
+    columns = jnp.concatenate([*x.reshape(batch, tokens, heads * width)], axis=1)
+    return columns.reshape(1, tokens, batch * heads, width)
 
 
 def unfold_batch(x: Float[Array, "1 S K H"], batch: int) -> Float[Array, "B S N H"]:
     """The inverse of `fold_batch`."""
     _, tokens, rows, width = x.shape
-    return x.reshape(tokens, batch, rows // batch, width).transpose(1, 0, 2, 3)
+    columns = jnp.split(x.reshape(tokens, rows * width), batch, axis=1)
+    return jnp.stack(columns).reshape(batch, tokens, rows // batch, width)
 
 
 def fold_mask(mask: Bool[Array, "B T"], heads: int) -> Bool[Array, "K T"]:

@@ -11,6 +11,8 @@ from maxdiffusion.mesh.axes import MeshShape
 from maxdiffusion.runtime.problems import Problem
 
 BATCH_AXES = ("data", "fsdp")
+TILE_ROWS = 8
+MOST_PADDING = 0.01
 
 
 def mesh_shape(mesh: Mesh) -> MeshShape:
@@ -23,6 +25,21 @@ def mesh_shape(mesh: Mesh) -> MeshShape:
 def divisors(number: int) -> list[int]:
     """Every whole number that divides `number`."""
     return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def even_length(length: int, devices: int) -> int:
+    """The shortest length at least `length` that splits evenly and, if cheap, in whole tiles.
+
+    Tokens lie on the rows of a TPU's tiles. Where a device's share is whole tiles, shares join and
+    part without a copy: for 75,600 tokens on 8 devices 6 more each save every layout copy of an
+    exchange.
+    """
+    if devices == 1:
+        return length
+    share = math.ceil(length / devices)
+    tiled = math.ceil(share / TILE_ROWS) * TILE_ROWS
+    cheap = tiled - share <= share * MOST_PADDING
+    return (tiled if cheap else share) * devices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +71,14 @@ class Geometry:
     @property
     def padded_q_len(self) -> int:
         """Query length that every context device gets an equal share of."""
-        return math.ceil(self.problem.q_len / self.shape.context) * self.shape.context
+        return even_length(self.problem.q_len, self.shape.context)
 
     @property
     def padded_kv_len(self) -> int:
         """Key length that every context device gets an equal share of, or all of if shared."""
         if self.shared_keys:
             return self.problem.kv_len
-        return math.ceil(self.problem.kv_len / self.shape.context) * self.shape.context
+        return even_length(self.problem.kv_len, self.shape.context)
 
     @property
     def q_spec(self) -> PartitionSpec:

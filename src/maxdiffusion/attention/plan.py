@@ -113,7 +113,7 @@ class AttentionPlan:
     ) -> Float[Array, "B S N H"]:
         assert not isinstance(self.exchange, ByXla)
         exchange, kernel, geometry = self.exchange, self.kernel, self.geometry
-        specs = (geometry.q_spec, geometry.kv_spec, geometry.kv_spec, geometry.mask_spec)
+        width = geometry.problem.head_dim
 
         def local(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
             keys = GlobalKeys(
@@ -121,18 +121,27 @@ class AttentionPlan:
                 padded_length=geometry.padded_kv_len,
                 mask=mask,
             )
-            return exchange(q, k, v, keys, kernel)
+            q, k, v = (as_heads(part, width) for part in (q, k, v))
+            return as_columns(exchange(q, k, v, keys, kernel))
 
-        # Pallas calls carry no replication types, so shard_map cannot check them.
+        # Heads cross the border as columns: [S, N*H] is how projections write and read them, and a
+        # [N, H] tile of few heads would be padded. Pallas calls carry no replication types, so
+        # shard_map cannot check them.
         inside_set_mesh = not jax.sharding.get_abstract_mesh().empty
         run = jax.shard_map(
             local,
             mesh=None if inside_set_mesh else self.mesh,
-            in_specs=specs,
-            out_specs=geometry.q_spec,
+            in_specs=(
+                columns_spec(geometry.q_spec),
+                columns_spec(geometry.kv_spec),
+                columns_spec(geometry.kv_spec),
+                geometry.mask_spec,
+            ),
+            out_specs=columns_spec(geometry.q_spec),
             check_vma=False,
         )
-        return run(q, k, v, kv_mask)
+        out = run(as_columns(q), as_columns(k), as_columns(v), kv_mask)
+        return as_heads(out, width)
 
     def _check(self, q: Array, k: Array, v: Array, kv_mask: Array | None) -> None:
         problem = self.problem
@@ -171,3 +180,18 @@ class AttentionPlan:
         from maxdiffusion.attention.description import describe_plan
 
         return describe_plan(self)
+
+
+def as_columns(x: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+    """Heads side by side in one row per token."""
+    return x.reshape(*x.shape[:2], -1)
+
+
+def as_heads(x: Float[Array, "B S D"], width: int) -> Float[Array, "B S N H"]:
+    """The inverse of `as_columns`."""
+    return x.reshape(*x.shape[:2], -1, width)
+
+
+def columns_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Where columns lie whose heads lie as `spec` says."""
+    return PartitionSpec(*spec[:3])

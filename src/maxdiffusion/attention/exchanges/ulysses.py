@@ -72,17 +72,36 @@ class Ulysses:
         keys: GlobalKeys,
         kernel: DeviceKernel,
     ) -> Float[Array, "1 S N H"]:
-        q, k, v = (
-            jax.lax.all_to_all(part, self.axes, split_axis=2, concat_axis=1, tiled=True)
-            for part in (q, k, v)
-        )
+        q, k, v = (self._heads_for_tokens(part) for part in (q, k, v))
         if keys.mask is not None and keys.mask.shape[0] > 1:
             keys = keys.with_mask(self._local_rows(keys.mask, q.shape[2]))
             q, k, v = (heads_to_rows(part) for part in (q, k, v))
             out = rows_to_heads(self.inner(q, k, v, keys, kernel))
         else:
             out = self.inner(q, k, v, keys, kernel)
-        return jax.lax.all_to_all(out, self.axes, split_axis=1, concat_axis=2, tiled=True)
+        return self._tokens_for_heads(out)
+
+    def _heads_for_tokens(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
+        """All tokens of this device's share of the heads, for all heads of its share of tokens.
+
+        Parts for different devices are laid side by side first, heads as columns of [S, N*H] the
+        way projections write and kernels read them; what the devices then trade is whole blocks.
+        """
+        _, tokens, heads, width = x.shape
+        columns = x.reshape(tokens, heads * width)
+        blocks = self._traded(jnp.stack(jnp.split(columns, self.degree, axis=1)))
+        return blocks.reshape(1, self.degree * tokens, heads // self.degree, width)
+
+    def _tokens_for_heads(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
+        """The inverse of `_heads_for_tokens`."""
+        _, tokens, heads, width = x.shape
+        blocks = x.reshape(self.degree, tokens // self.degree, heads * width)
+        columns = jnp.concatenate([*self._traded(blocks)], axis=1)
+        return columns.reshape(1, tokens // self.degree, heads * self.degree, width)
+
+    def _traded(self, blocks: Float[Array, "K S D"]) -> Float[Array, "K S D"]:
+        """Block i of every device on device i, in the order of the devices they came from."""
+        return jax.lax.all_to_all(blocks, self.axes, split_axis=0, concat_axis=0, tiled=True)
 
     def _filled_rows(self, mask: Bool[Array, "K T"]) -> Bool[Array, "K T"]:
         """Mask rows for the zero heads too; those see every key."""
