@@ -47,12 +47,14 @@ class AttentionOptions:
     """Everything about an attention that is not its name, its sizes or its mesh.
 
     `flash_min_seq_length`: with fewer queries or keys the plan runs `dot_product` (and says so);
-    0 never does. `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
+    0 never does. `use_experimental_scheduler`: the linear-programming scheduler of the TPU
+    compiler, which helps kernels of one big tile and hurts ours, whose tiles already overlap.
+    `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
     """
 
     block_sizes: FlashBlockSizes = FlashBlockSizes()
     use_base2_exp: bool = True
-    use_experimental_scheduler: bool = True
+    use_experimental_scheduler: bool = False
     ulysses_attention_chunks: int = 1
     flash_min_seq_length: int = 0
     interpret: bool | None = None

@@ -92,12 +92,16 @@ class FlashKernel(DeviceKernel):
         ]
 
     def details(self) -> Sequence[str]:
-        """Tile sizes, exponent and scheduler."""
+        """Tile sizes, exponent, scheduler and VMEM."""
+        from maxdiffusion.kernels.flash.vmem import vmem_bytes
+
         blocks, options = self.blocks, self.flash_options
+        need = max(vmem_bytes(plan) for plan in self.kernel_plans(blocks))
+        memory = f"VMEM {need / 2**20:.1f} MiB"
         return (
             f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}/"
             f"{blocks.block_kv_compute_in}, {blocks.heads_per_tile} heads a tile",
-            f"exponent {options.exponent.value}, {options.scheduler.value} scheduler",
+            f"exponent {options.exponent.value}, {options.scheduler.value} scheduler, {memory}",
         )
 
     def power(self, x: Array) -> Array:
