@@ -19,6 +19,8 @@ USAGE = """usage: python -m maxdiffusion.preflight_wan CONFIG.yml topology=NAME 
   topology=tpu7x:2x2x1    the TPU slice to compile for; no TPU is needed
   key=value               overrides a key, as for generate_wan
   report=preflight.json   writes the report as JSON too
+  compare='["ulysses_custom", "ulysses_ring_custom:2x2"]'    ranks attentions and splits
+  scan_cp=4,8,16,32       estimates how the cost grows with the context; compiles nothing
 
 docs/preflight.md explains the report, docs/configuration.md lists all keys."""
 
@@ -34,9 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         check_libtpu()
         # What libtpu and jax read when they start has to be there before they are imported.
         prepare_environment(topology)
-        from maxdiffusion.commands.preflight import preflight
-
-        preflight(reading, arguments)
+        run(reading, arguments)
     except ProblemsFound as error:
         print(report(error), file=sys.stderr)
         return BAD_INPUT
@@ -44,6 +44,18 @@ def main(arguments: Sequence[str]) -> int:
         print(f"stopped: {error}", file=sys.stderr)
         return STOPPED
     return 0
+
+
+def run(reading: Reading, arguments: Sequence[str]) -> None:
+    """Reports on one job, ranks several attentions, or shows how the cost grows with devices."""
+    from maxdiffusion.commands import preflight, preflight_ranking
+
+    if reading.config.compare:
+        preflight_ranking.compare(reading, arguments)
+    if reading.config.scan_cp:
+        preflight_ranking.scan(reading)
+    if not (reading.config.compare or reading.config.scan_cp):
+        preflight.preflight(reading, arguments)
 
 
 def topology_of(reading: Reading) -> Topology:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from maxdiffusion.mesh.devices import snake_order
 from maxdiffusion.preflight.chips import CHIPS
 from maxdiffusion.preflight.collectives import Collective, Meanwhile
-from maxdiffusion.preflight.links import Network, Place, transfers
+from maxdiffusion.preflight.links import grid_network, transfers
 from maxdiffusion.preflight.step_time import KernelTime, exposed_seconds
 from maxdiffusion.preflight.topology import read_topology
 
@@ -14,14 +13,7 @@ WHOLE = 75_600 * 5120 * 2
 
 
 def network_of(name):
-    topology = read_topology(name)
-    x, y, z = (*topology.sides, 1)[:3]
-    chips = sorted(
-        ((i, j, k) for i in range(x) for j in range(y) for k in range(z)), key=snake_order
-    )
-    cores = range(topology.chip.devices_per_chip)
-    places = tuple(Place(chip=chip, core=core) for chip in chips for core in cores)
-    return Network(topology=topology, places=places)
+    return grid_network(read_topology(name))
 
 
 def exchange(kind, size, *, groups=(), pairs=(), meanwhile=None):

@@ -50,19 +50,25 @@ def preflight(reading: Reading, arguments: Sequence[str]) -> None:
     """Compiles the job of a config, prints the report and writes it where `report` says."""
     job = prepare(reading)
     say(job.workshop.attention(job.shape).describe())
+    report = compiled_report(job, arguments)
+    say(report.describe())
+    if job.config.report:
+        Path(job.config.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        say(f"wrote {job.config.report}")
+
+
+def compiled_report(job: Preflight, arguments: Sequence[str], only: str = "") -> Report:
+    """The report on the programs of a job, or on the one that is named `only`."""
+    made = programs_of(job.workshop, job.shape, sampler(job.config, job.workshop.spec))
+    makers = tuple(maker for maker in made if only in ("", maker.name))
     with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
         kernels = start_kernels(job, arguments, Path(folder))
-        makers = programs_of(job.workshop, job.shape, sampler(job.config, job.workshop.spec))
         try:
             programs = tuple(compile_all(makers, job.topology.chip, say))
             figures = finish_kernels(kernels, Path(folder))
         finally:
             stop(kernels)
-    report = assemble(job, programs, figures)
-    say(report.describe())
-    if job.config.report:
-        Path(job.config.report).write_text(json.dumps(report.as_json(), indent=2) + "\n")
-        say(f"wrote {job.config.report}")
+    return assemble(job, programs, figures)
 
 
 def say(text: str) -> None:

@@ -37,8 +37,15 @@ class Region:
     depth: int
     matmuls: int
     vector_operations: int
+    memory_operations: int
+    scalar_operations: int
     spill_stores: int
     spill_loads: int
+
+    @property
+    def counts(self) -> bool:
+        """Whether it mostly counts and moves windows, rather than work on data."""
+        return self.scalar_operations > self.vector_operations + self.memory_operations
 
     def mxu_bound(self, chip: Chip) -> int:
         """Bundles that the matrix products alone take."""
@@ -70,7 +77,11 @@ class KernelCode:
     @property
     def every_step(self) -> int:
         """Bundles around the main loop that every grid step passes: moving windows, counting."""
-        return sum(region.bundles for region in self.regions if region.vector_operations == 0)
+        return sum(
+            region.bundles
+            for region in self.regions
+            if region.counts and not region.matmuls and region.depth <= GRID_DEPTH
+        )
 
     @property
     def every_q_block(self) -> int:
@@ -147,6 +158,8 @@ def _region(
         depth=max(set(inside), key=inside.count),
         matmuls=sum(matmuls.get(at, 0) for at in range(start, stop)),
         vector_operations=used["valu"],
+        memory_operations=used["load"] + used["store"],
+        scalar_operations=used["scalar"],
         spill_stores=used["spill"],
         spill_loads=used["fill"],
     )

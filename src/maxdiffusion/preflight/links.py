@@ -7,7 +7,9 @@ shorter way round where the ends of a side are joined. The busiest link sets the
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
+from maxdiffusion.mesh.devices import snake_order
 from maxdiffusion.preflight.collectives import Collective
 from maxdiffusion.preflight.topology import Topology
 
@@ -80,6 +82,15 @@ def transfers(collective: Collective) -> Iterator[tuple[int, int, float]]:
                 if here != there:
                     yield here, there, collective.sent / 2
                     yield there, here, collective.sent / 2
+
+
+def grid_network(topology: Topology) -> Network:
+    """The network under a mesh in hardware order, from the grid alone."""
+    sides = (*topology.sides, *[1] * (3 - len(topology.sides)))
+    chips = sorted(product(*(range(side) for side in sides)), key=snake_order)
+    cores = range(topology.chip.devices_per_chip)
+    places = tuple(Place(chip=chip, core=core) for chip in chips for core in cores)
+    return Network(topology=topology, places=places)
 
 
 def network(topology: Topology, devices: Sequence[object]) -> Network:

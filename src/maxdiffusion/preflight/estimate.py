@@ -1,0 +1,188 @@
+"""Seconds of a step without compiling anything: for planning, and for scans over many devices.
+
+Two shares stand for what a compiler would find: how much of the MXU bound the attention kernel
+reaches, and how much of peak everything outside of kernels does. Exchanges are routed over links.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from jax.sharding import Mesh
+
+from maxdiffusion.attention import AttentionPlan
+from maxdiffusion.attention.exchanges import (
+    BidirectionalRing,
+    ByXla,
+    Exchange,
+    Gather,
+    Ring,
+    Stay,
+    Ulysses,
+)
+from maxdiffusion.preflight.chips import Chip
+from maxdiffusion.preflight.collectives import Collective
+from maxdiffusion.preflight.flops import ForwardFlops
+from maxdiffusion.preflight.kernels import tile_of
+from maxdiffusion.preflight.links import Network
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What compiled programs reach: of the MXU bound in kernels, of peak outside of them."""
+
+    kernel: float
+    outside: float
+
+
+# Measured by preflight_wan with WAN 2.2 A14B at 720p on tpu7x; docs/preflight.md has the report.
+SHARES = Shares(kernel=0.96, outside=0.5)
+# What XLA makes of attention without a kernel: scores go through HBM.
+DENSE_SHARE = 0.3
+# HBM traffic around exchanges, in bytes for each element of q that a device holds, from the
+# compiled denoise step: layout copies beside an all-to-all; partial results of a ring hop in
+# float32, transposed, merged and written again.
+ALL_TO_ALL_BYTES = 22
+RING_CALL_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The parts of a step, in seconds."""
+
+    kernels: float
+    outside: float
+    exchange_copies: float
+    exposed_exchange: float
+
+    @property
+    def total(self) -> float:
+        """The whole step."""
+        return self.kernels + self.outside + self.exchange_copies + self.exposed_exchange
+
+
+def estimate_step(
+    plan: AttentionPlan,
+    flops: ForwardFlops,
+    layers: int,
+    network: Network,
+    shares: Shares = SHARES,
+) -> Estimate:
+    """The step whose self-attention runs by `plan`; `flops` are those of the whole batch."""
+    chip, devices = network.topology.chip, plan.mesh.size
+    kernel = kernel_seconds(plan, chip, shares)
+    outside = (flops.total - flops.self_attention) / (devices * chip.bf16_flops * shares.outside)
+    calls = max(1, plan.padded_kv_len // plan.kernel.site.sizes.kv_len)
+    return Estimate(
+        kernels=layers * kernel,
+        outside=outside,
+        exchange_copies=layers * copied_bytes(plan, calls) / chip.hbm_bandwidth,
+        exposed_exchange=layers * exposed_exchange(plan, network, kernel / calls),
+    )
+
+
+def copied_bytes(plan: AttentionPlan, calls: int) -> float:
+    """HBM bytes that the exchanges of one attention cost beside the links."""
+    sizes = plan.kernel.site.sizes
+    elements = sizes.batch * sum(sizes.heads) * sizes.q_len * plan.problem.head_dim
+    all_to_alls = 4 if isinstance(plan.exchange, Ulysses) else 0
+    merged_calls = calls if calls > 1 else 0
+    return elements * (all_to_alls * ALL_TO_ALL_BYTES + merged_calls * RING_CALL_BYTES)
+
+
+def kernel_seconds(plan: AttentionPlan, chip: Chip, shares: Shares) -> float:
+    """Seconds of the kernel calls of one attention, with queries filled up to whole tiles."""
+    sizes, tile = plan.kernel.site.sizes, tile_of(plan.kernel)
+    q_len = sizes.q_len if tile is None else -(-sizes.q_len // tile.block_q) * tile.block_q
+    pairs = sizes.batch * sum(sizes.heads)
+    flops = 4.0 * pairs * q_len * plan.padded_kv_len * plan.problem.head_dim
+    share = DENSE_SHARE if tile is None else shares.kernel
+    return flops / (chip.bf16_flops * chip.score_share(plan.problem.head_dim) * share)
+
+
+def exposed_exchange(plan: AttentionPlan, network: Network, call_seconds: float) -> float:
+    """Seconds of one attention's exchanges that no kernel call hides."""
+    exposed = 0.0
+    for collective, hidden_by in exchanges(plan):
+        seconds = network.seconds(collective)
+        exposed += collective.times * max(0.0, seconds - hidden_by * call_seconds)
+    return exposed
+
+
+def exchanges(plan: AttentionPlan) -> Iterator[tuple[Collective, float]]:
+    """The exchanges of one attention, each with how many kernel calls run meanwhile."""
+    yield from _exchanges(plan.exchange, plan)
+
+
+def _exchanges(
+    exchange: Exchange | ByXla, plan: AttentionPlan
+) -> Iterator[tuple[Collective, float]]:
+    geometry, mesh = plan.geometry, plan.mesh
+    sizes = plan.kernel.site.sizes
+    width = plan.problem.head_dim * plan.problem.dtype.itemsize
+    # What a device holds of one of q, k and v: the same bytes before and after an all-to-all.
+    local = sizes.batch * sum(sizes.heads) * sizes.q_len * width
+    if isinstance(exchange, Ulysses):
+        groups = _groups(mesh, exchange.axes)
+        # Of several groups of heads, all but the first and the last exchange run under a kernel.
+        yield _collective("all-to-all", local // exchange.chunks, groups, times=4), 0.0
+        yield from _exchanges(exchange.inner, plan)
+    elif isinstance(exchange, Ring | BidirectionalRing):
+        keys = sizes.batch * sum(sizes.heads) * sizes.kv_len * width
+        wraps = isinstance(exchange, Ring)
+        pairs = tuple(_neighbours(_groups(mesh, exchange.axes), wraps=wraps))
+        # k and v of a hop go together, under one call.
+        hop = _collective(
+            "collective-permute", 2 * keys, (), pairs=pairs, times=exchange.degree - 1
+        )
+        yield hop, 1.0
+    elif isinstance(exchange, Gather) or (
+        isinstance(exchange, ByXla) and geometry.shape.context > 1
+    ):
+        axes = exchange.axes if isinstance(exchange, Gather) else ("ring", "ulysses")
+        whole = sizes.batch * sum(sizes.heads) * geometry.padded_kv_len * width
+        yield _collective("all-gather", whole, _groups(mesh, axes), times=2), 0.0
+    else:
+        assert isinstance(exchange, Stay | ByXla), exchange
+
+
+def _collective(
+    kind: str,
+    size: int,
+    groups: tuple[tuple[int, ...], ...],
+    *,
+    pairs: tuple[tuple[int, int], ...] = (),
+    times: int,
+) -> Collective:
+    return Collective(
+        name=kind,
+        kind=kind,
+        bytes=size,
+        groups=groups,
+        axes=(),
+        pairs=pairs,
+        times=times,
+        meanwhile=None,
+        operation="",
+    )
+
+
+def _groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Devices that differ along `axes` only, by their number in the mesh."""
+    names = list(mesh.axis_names)
+    together = [names.index(axis) for axis in axes]
+    apart = [index for index in range(len(names)) if index not in together]
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape).transpose([*apart, *together])
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    return tuple(tuple(row) for row in numbers.reshape(-1, size).tolist())
+
+
+def _neighbours(groups: tuple[tuple[int, ...], ...], *, wraps: bool) -> Iterator[tuple[int, int]]:
+    """Who sends to whom in a hop: round a ring, or both ways along a line."""
+    for group in groups:
+        if wraps:
+            yield from zip(group, (*group[1:], group[0]), strict=True)
+        else:
+            for here, there in pairwise(group):
+                yield from ((here, there), (there, here))

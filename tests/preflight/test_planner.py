@@ -1,0 +1,110 @@
+"""The planner's choice for WAN 2.2 A14B at 720p, pinned for the slices that people rent."""
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import jax.numpy as jnp
+import pytest
+
+from maxdiffusion.attention import AttentionProblem, UnsupportedAttention
+from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.preflight.estimate import SHARES, Shares
+from maxdiffusion.preflight.flops import forward_flops, step_bounds
+from maxdiffusion.preflight.planner import Task, choices, choose, explain
+from maxdiffusion.preflight.topology import read_topology
+
+A14B = WanTransformerConfig()
+TOKENS = 75_600
+KINDS = {"tpu7x": "TPU7x", "v6e": "TPU v6 lite"}
+
+
+@dataclass(frozen=True)
+class Core:
+    """What the planner looks at on a described TPU."""
+
+    coords: tuple[int, int, int]
+    core_on_chip: int
+    device_kind: str
+    id: int
+    platform: str = "tpu"
+    process_index: int = 0
+
+
+def task(name, *, batch=2, heads=40):
+    topology = read_topology(name)
+    sides = (*topology.sides, 1)[:3]
+    chips = [tuple(reversed(chip)) for chip in product(*(range(side) for side in sides[::-1]))]
+    cores = range(topology.chip.devices_per_chip)
+    kind = KINDS[topology.chip.name]
+    devices = [
+        Core(chip, core, kind, index) for index, (chip, core) in enumerate(product(chips, cores))
+    ]
+    return Task(
+        problem=AttentionProblem(
+            batch=batch,
+            q_len=TOKENS,
+            kv_len=TOKENS,
+            heads=heads,
+            head_dim=128,
+            dtype=jnp.dtype("bfloat16"),
+        ),
+        flops=forward_flops(A14B, tokens=TOKENS, text_length=512, batch=batch),
+        layers=A14B.layers,
+        topology=topology,
+        devices=devices,
+    )
+
+
+PINNED = {
+    ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2),
+    ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 4),
+    ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2),
+    ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2),
+    ("v6e:2x4", 4): ("ulysses_custom", 4, 1),
+    ("v6e:4x4", 8): ("ulysses_custom", 8, 1),
+    ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2),
+    ("v6e:8x8", 32): ("ulysses_ring_custom", 16, 2),
+}
+
+
+@pytest.mark.parametrize(("slice_and_context", "expected"), PINNED.items(), ids=str)
+def test_the_choice(slice_and_context, expected):
+    name, context = slice_and_context
+    best = choose(task(name), data=2, context=context)
+    assert (best.name, best.shape.ulysses, best.shape.ring) == expected
+
+
+def test_the_choice_is_the_quickest_of_all_that_can_run():
+    found = choices(task("tpu7x:2x2x1"), data=2, context=4)
+    totals = [choice.estimate.total for choice in found]
+    assert totals == sorted(totals)
+    splits = {(choice.shape.ulysses, choice.shape.ring) for choice in found}
+    assert splits == {(1, 4), (2, 2), (4, 1)}
+
+
+def test_nothing_that_is_refused_is_chosen():
+    wrong = task("tpu7x:2x2x1", batch=3)  # a data axis of 2 does not divide three rows
+    assert choices(wrong, data=2, context=4) == []
+    with pytest.raises(UnsupportedAttention, match="the data axis"):
+        choose(wrong, data=2, context=4)
+
+
+def test_more_devices_are_quicker_and_never_below_the_bound():
+    small = choose(task("tpu7x:2x2x1"), data=2, context=4).estimate.total
+    large = choose(task("tpu7x:2x2x2"), data=2, context=8).estimate.total
+    assert small / 2 < large < small
+    bound = step_bounds(task("tpu7x:2x2x1").flops, read_topology("tpu7x:2x2x1").chip, 8, 128)
+    assert small > bound.head_dim_aware
+
+
+def test_a_worse_kernel_costs_its_share():
+    one = choose(task("tpu7x:2x2x1"), data=2, context=4).estimate
+    worse = replace(task("tpu7x:2x2x1"), shares=Shares(kernel=SHARES.kernel / 2, outside=0.5))
+    assert choose(worse, data=2, context=4).estimate.kernels == pytest.approx(2 * one.kernels)
+
+
+def test_the_explanation_names_the_runner_up():
+    words = explain(choices(task("tpu7x:2x2x1"), data=2, context=4))
+    assert words.startswith("attention auto: ulysses_ring_custom with ulysses 2 x ring 2: 2.")
+    assert "Next is ulysses_" in words
+    assert "% slower" in words
