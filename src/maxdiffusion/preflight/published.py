@@ -146,14 +146,14 @@ def _step(
 
 
 FITTED = _step(
-    "2D ring, dp2-cp4 (U2R2)", "#430", (2, 2, 2), ONLINE_RING, cycles=None, measured=2.74
+    "2D ring, dp2-cp4 (U2R2)", "PR 430", (2, 2, 2), ONLINE_RING, cycles=None, measured=2.74
 )
 STEPS: Sequence[PublishedStep] = (
-    _step("Ulysses, dp2-cp4 (U4)", "#430", (2, 1, 4), ONLINE, cycles=None, measured=3.06),
+    _step("Ulysses, dp2-cp4 (U4)", "PR 430", (2, 1, 4), ONLINE, cycles=None, measured=3.06),
     FITTED,
     _step(
         "2D ring, fixed-m, dp2-cp4 (U2R2)",
-        "#452",
+        "PR 452",
         (2, 2, 2),
         FIXED_M_RING,
         cycles=None,
@@ -161,7 +161,7 @@ STEPS: Sequence[PublishedStep] = (
     ),
     _step(
         "2D ring, cp8 (U4R2), no guidance",
-        "#430",
+        "PR 430",
         (1, 2, 4),
         ONLINE_RING,
         cycles=CP8_CYCLES,
@@ -169,7 +169,7 @@ STEPS: Sequence[PublishedStep] = (
     ),
     _step(
         "Ulysses, cp8 (U8), no guidance",
-        "#430",
+        "PR 430",
         (1, 1, 8),
         ONLINE,
         cycles=CP8_CYCLES,
