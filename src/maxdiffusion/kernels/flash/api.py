@@ -47,7 +47,8 @@ def flash_attention(
     smoothed and the bounds measured here; given `bounds` describe `k` as it is.
     """
     _refuse_stray_bounds(options, bounds)
-    plan = plan_kernel(FlashShape.of(q, k, v), blocks, options, masked=kv_mask is not None)
+    selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
+    plan = plan_kernel(FlashShape.of(q, k, v), blocks, options, **selection)
     if isinstance(options.softmax, FixedM) and bounds is None:
         attended = attended_keys(kv_len, kv_mask, k.shape[1])
         k = smooth_keys(k, attended)
@@ -75,8 +76,8 @@ def flash_attention_partials(
     """
     _refuse_stray_bounds(options, bounds)
     _refuse_missing_bounds(options, bounds)
-    shape = FlashShape.of(q, k, v)
-    plan = plan_kernel(shape, blocks, options, masked=kv_mask is not None, partials=True)
+    selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
+    plan = plan_kernel(FlashShape.of(q, k, v), blocks, options, **selection, partials=True)
     o, m, l = run(plan, kernel_inputs(plan, (q, k, v), kv_len, kv_mask, bounds))  # noqa: E741
     m, l = (x[:, :, 0].transpose(0, 2, 1) for x in (m, l))  # noqa: E741
     return Partials(o=from_kernel(plan, o), m=m, l=l)

@@ -2,8 +2,9 @@
 
 Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run over sublanes, what
 a query carries (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head is
-only 128 wide. Blocks of keys that are wholly attended go through `quick`; ragged or masked ones,
-and those whose maximum rises past the headroom, go through `careful`.
+only 128 wide. Blocks of keys that are wholly attended, and a last one that ends with the array,
+go through `quick`; those cut by a mask or a length, and those whose maximum rises past the
+headroom, go through `careful`.
 """
 
 from collections.abc import Sequence
@@ -86,13 +87,11 @@ def _take_in_gated(step: Step, head: int) -> None:
     """Adds this step's keys against the fixed bound where the gate allows it, else as online."""
     fixed = step.is_fixed(head)
 
-    @pl.when(fixed & step.live() & step.whole())
+    @pl.when(fixed)
     def _() -> None:
-        quick(step, [head], Maximum.PINNED)
-
-    @pl.when(fixed & step.live() & ~step.whole())
-    def _() -> None:
-        careful(step, [head], Maximum.PINNED)
+        _quickly(step, [head], Maximum.PINNED)
+        if step.plan.selective:
+            pl.when(step.live() & ~step.whole())(lambda: careful(step, [head], Maximum.PINNED))
 
     @pl.when(~fixed)
     def _() -> None:
@@ -101,21 +100,29 @@ def _take_in_gated(step: Step, head: int) -> None:
 
 def _take_in(step: Step, heads: Sequence[int]) -> None:
     """Adds this step's keys to the state, quickly if that is exact and carefully if not."""
-    whole = step.live() & step.whole()
+    _quickly(step, heads, Maximum.RUNNING)
+    again = rose_too_far(step, heads)
+    odd = jnp.bool_(False)
+    if step.plan.selective:
+        again = again & step.live() & step.whole()
+        odd = step.live() & ~step.whole()
+    pl.when(again)(lambda: take_back(step, heads))
+    pl.when(again | odd)(lambda: careful(step, heads, Maximum.RUNNING))
 
-    @pl.when(whole)
-    def _() -> None:
-        quick(step, heads, Maximum.RUNNING)
 
-    again = whole & rose_too_far(step, heads)
-
-    @pl.when(again)
-    def _() -> None:
-        take_back(step, heads)
-
-    @pl.when(again | (step.live() & ~step.whole()))
-    def _() -> None:
-        careful(step, heads, Maximum.RUNNING)
+def _quickly(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
+    """Takes in this step's keys if they are attended without exception, or end with the array."""
+    plan = step.plan
+    if plan.selective:
+        whole = step.live() & step.whole()
+        pl.when(whole)(lambda: quick(step, heads, plan.blocks.block_kv, maximum))
+        return
+    if plan.whole_blocks:
+        whole = step.kv_block < plan.whole_blocks
+        pl.when(whole)(lambda: quick(step, heads, plan.blocks.block_kv, maximum))
+    if plan.tail:
+        last = step.kv_block == plan.whole_blocks
+        pl.when(last)(lambda: quick(step, heads, plan.tail, maximum))
 
 
 def _finish(step: Step, head: int) -> None:

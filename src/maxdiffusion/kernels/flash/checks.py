@@ -15,14 +15,24 @@ def plan_kernel(
     options: FlashOptions,
     *,
     masked: bool = False,
+    lengths: bool = False,
     partials: bool = False,
 ) -> KernelPlan:
-    """Returns the plan of a call, or raises `UnsupportedFlash` with every reason against it."""
+    """Returns the plan of a call, or raises `UnsupportedFlash` with every reason against it.
+
+    `masked` and `lengths` say whether the call has a key mask and key lengths.
+    """
     problems = list(shape_problems(shape, blocks)) + _option_problems(shape, options)
     if problems:
         raise UnsupportedFlash(problems)
-    fitted = blocks.fit(shape.q_len, shape.kv_len)
-    plan = KernelPlan(shape=shape, blocks=fitted, options=options, masked=masked, partials=partials)
+    plan = KernelPlan(
+        shape=shape,
+        blocks=blocks.fit(shape.q_len, shape.kv_len),
+        options=options,
+        masked=masked,
+        lengths=lengths,
+        partials=partials,
+    )
     if too_much := vmem_problems(plan):
         raise UnsupportedFlash(too_much)
     return plan

@@ -17,6 +17,7 @@ class KernelPlan:
     blocks: FlashBlocks
     options: FlashOptions
     masked: bool
+    lengths: bool
     partials: bool
 
     @property
@@ -43,6 +44,21 @@ class KernelPlan:
     def kv_blocks(self) -> int:
         """Blocks of keys; the last may be ragged."""
         return -(-self.shape.kv_len // self.blocks.block_kv)
+
+    @property
+    def whole_blocks(self) -> int:
+        """Blocks of keys without padding."""
+        return self.shape.kv_len // self.blocks.block_kv
+
+    @property
+    def tail(self) -> int:
+        """Keys of the ragged last block; 0 if there is none."""
+        return self.shape.kv_len % self.blocks.block_kv
+
+    @property
+    def selective(self) -> bool:
+        """Whether it is only known at run time which keys are attended."""
+        return self.masked or self.lengths
 
     @property
     def dtype(self) -> jnp.dtype:

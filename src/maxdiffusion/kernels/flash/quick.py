@@ -1,4 +1,4 @@
-"""A whole block of keys against a reference known at its start: the main loop of the kernel.
+"""A block of keys against a reference known at its start: the main loop of the kernel.
 
 The reference is the maximum of the blocks *before* this one. float32 and bfloat16 have exponents to
 spare, so scores above it do no harm until they exceed it by `HEADROOM_BITS`, and the block's own
@@ -7,60 +7,76 @@ block is saved, so that a block that did rise too far can be taken back and done
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from maxdiffusion.kernels.flash.blocks import LANES
+from maxdiffusion.kernels.flash.blocks import LANES, round_up
 from maxdiffusion.kernels.flash.step import Maximum, Step, fold
 
 HEADROOM_BITS = 24
 """How far a block may rise above the reference: p <= 2**24 leaves 2**80 for the sum and for v."""
 
 
-def quick(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
-    """Takes in this step's keys, all of which are attended."""
+def quick(step: Step, heads: Sequence[int], keys: int, maximum: Maximum) -> None:
+    """Takes in the first `keys` keys of this step, all of which are attended."""
     blocks = step.plan.blocks
     width, rest = blocks.q_tile, blocks.block_q % blocks.q_tile
     for head in heads:
 
         @pl.loop(0, blocks.block_q // width)
         def _(index: Array, head: int = head) -> None:
-            _queries(step, head, pl.ds(pl.multiple_of(index * width, LANES), width), maximum)
+            columns = pl.ds(pl.multiple_of(index * width, LANES), width)
+            _queries(step, _Tile(head, columns, keys), maximum)
 
         if rest:
-            _queries(step, head, pl.ds(blocks.block_q - rest, rest), maximum)
+            _queries(step, _Tile(head, pl.ds(blocks.block_q - rest, rest), keys), maximum)
 
 
-def _queries(step: Step, head: int, columns: Any, maximum: Maximum) -> None:
+class _Tile(NamedTuple):
+    head: int
+    columns: Any
+    keys: int
+
+
+def _queries(step: Step, tile: _Tile, maximum: Maximum) -> None:
     """Takes in all keys for some queries: one stretch of straight code, for which the compiler
     finds the overlap of scores, exponentials and P.V, since nothing in it waits for a maximum."""
-    blocks = step.plan.blocks
+    compute, padded = step.plan.blocks.block_kv_compute, round_up(tile.keys, LANES)
     sums: list[Array] = []
-    for row in range(0, blocks.block_kv, blocks.block_kv_compute):
-        scores = step.scores(head, pl.ds(row, blocks.block_kv_compute), columns)
-        sums = _accumulate(step, sums, scores, (head, row, columns), maximum)
-    _commit(step, sums, head, columns, maximum)
+    for row in range(0, padded, compute):
+        rows = pl.ds(row, min(compute, padded - row))
+        scores = step.scores(tile.head, rows, tile.columns)
+        sums = _accumulate(step, sums, scores, row, tile, maximum)
+    _commit(step, sums, tile, maximum)
 
 
 def _accumulate(
-    step: Step, sums: list[Array], scores: Array, tile: tuple[int, int, Any], maximum: Maximum
+    step: Step, sums: list[Array], scores: Array, start: int, tile: _Tile, maximum: Maximum
 ) -> list[Array]:
-    """Returns o, l (and the maximum) of the block so far, this tile included."""
-    head, start, columns = tile
-    reference = step.refs.state.top[head, :, columns]
+    """Returns o, l (and the maximum) of the block so far, these scores (from `start`) included."""
+    reference = step.refs.state.top[tile.head, :, tile.columns]
     inner = step.plan.blocks.block_kv_compute_in
-    for row in range(0, step.plan.blocks.block_kv_compute, inner):
+    for row in range(0, len(scores), inner):
         s = scores[row : row + inner]
+        v = step.values(tile.head, pl.ds(start + row, len(s)))
+        if start + row + len(s) > tile.keys:
+            s, v = _hide(s, v, tile.keys - start - row)
         p = step.power(s - reference)
-        v = step.values(head, pl.ds(start + row, inner))
         part = [step.weigh(v, p), fold(p, jnp.sum)]
         if maximum is Maximum.RUNNING:
             part.append(fold(s, jnp.max))
         sums = _join(sums, part)
     return sums
+
+
+def _hide(s: Array, v: Array, keys: int) -> tuple[Array, Array]:
+    """Returns scores and values without what lies past `keys`, which is arbitrary bits."""
+    attended = lax.broadcasted_iota(jnp.int32, (len(s), 1), 0) < keys
+    visible = jnp.where(attended, v.astype(jnp.float32), 0.0)
+    return jnp.where(attended, s, -jnp.inf), visible.astype(v.dtype)
 
 
 def _join(sums: list[Array], part: list[Array]) -> list[Array]:
@@ -70,9 +86,9 @@ def _join(sums: list[Array], part: list[Array]) -> list[Array]:
     return joined + [jnp.maximum(a, b) for a, b in zip(sums[2:], part[2:], strict=True)]
 
 
-def _commit(step: Step, sums: list[Array], head: int, columns: Any, maximum: Maximum) -> None:
+def _commit(step: Step, sums: list[Array], tile: _Tile, maximum: Maximum) -> None:
     """Adds the block's sums to the state, which moves on to the reference of this block."""
-    state, saved = step.refs.state, step.refs.saved
+    state, saved, head, columns = step.refs.state, step.refs.saved, tile.head, tile.columns
     o, l = state.o[head, :, columns], state.l[head, :, columns]  # noqa: E741
     if maximum is Maximum.PINNED:
         state.o[head, :, columns] = o + sums[0]
