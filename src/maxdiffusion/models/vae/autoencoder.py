@@ -103,8 +103,9 @@ class WanVae(nnx.Module):
         video = video.astype(self.dtype)
         if tiling is None or tiling.covers(video.shape[2], video.shape[3]):
             return LatentDistribution(self.quant_conv(run(video)))
+        in_latents = tiling.in_latents(config.spatial_factor)
         tiles = map_tiles(lambda x: self.quant_conv(run(x)), tiling.cut(video))
-        return LatentDistribution(tiling.in_latents(config.spatial_factor).join(tiles))
+        return LatentDistribution(sharding.constrain(in_latents.join(tiles)))
 
     def decode(
         self,
@@ -129,7 +130,8 @@ class WanVae(nnx.Module):
         in_latents = None if tiling is None else tiling.in_latents(self.config.spatial_factor)
         if tiling is None or in_latents is None or in_latents.covers(x.shape[2], x.shape[3]):
             return jnp.clip(run(x), -1.0, 1.0)
-        return jnp.clip(tiling.join(map_tiles(run, in_latents.cut(x))), -1.0, 1.0)
+        video = tiling.join(map_tiles(run, in_latents.cut(x)))
+        return sharding.constrain(jnp.clip(video, -1.0, 1.0))
 
     def normalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
         """Encoded latents with the mean 0 and deviation 1 that the transformer works on."""

@@ -13,6 +13,9 @@ from jaxtyping import Array, Float
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 AXES = ("batch", "redundant", "rows", "columns")
+# XLA's partitioner (jaxlib 0.10.2) gives wrong sums for 3x3 convolutions over pieces of one latent
+# along a cut, without a word; from two on they are right.
+LEAST_LATENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +37,8 @@ class SpatialSharding:
     ) -> Self:
         """The finest equal split of a latent frame over `vae_spatial` devices (-1: all of them).
 
-        Devices keep their order, so the result works in one program with any other mesh over them.
+        Devices keep their order, so the result works in one program with any other mesh over them;
+        such a program states its `out_shardings`, which jax names in the axes of one mesh only.
         Devices beyond those that share a frame take other videos of the batch, or repeat the work.
         """
         count = len(devices)
@@ -115,13 +119,14 @@ class SpatialSharding:
 def split(devices: int, height: int, width: int) -> tuple[int, int]:
     """Rows and columns of the finest equal split whose piece count divides `devices`.
 
-    Among equally fine ones, the one that exchanges the fewest pixels along the cuts.
+    Pieces have at least LEAST_LATENTS latents along a cut. Among equally fine splits it is the one
+    that exchanges the fewest pixels along the cuts.
     """
     grids = [
         (rows, columns)
-        for rows in range(1, devices + 1)
-        for columns in range(1, devices // rows + 1)
-        if devices % (rows * columns) == 0 and height % rows == 0 and width % columns == 0
+        for rows in _cuts(height, devices)
+        for columns in _cuts(width, devices // rows)
+        if devices % (rows * columns) == 0
     ]
 
     def border(rows: int, columns: int) -> float:
@@ -129,6 +134,15 @@ def split(devices: int, height: int, width: int) -> tuple[int, int]:
         return min(rows - 1, 2) * width / columns + min(columns - 1, 2) * height / rows
 
     return min(grids, key=lambda grid: (-grid[0] * grid[1], border(*grid), grid))
+
+
+def _cuts(size: int, most: int) -> list[int]:
+    """Into how many equal pieces, up to `most`, a side of `size` latents can be cut."""
+    return [
+        count
+        for count in range(1, most + 1)
+        if size % count == 0 and (count == 1 or size // count >= LEAST_LATENTS)
+    ]
 
 
 def _not_a_divisor(vae_spatial: int, count: int) -> Problem:
