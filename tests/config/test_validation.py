@@ -91,9 +91,8 @@ def test_prompts_file_that_cannot_be_used(path, tmp_path):
 
 def test_unknown_attention(path):
     said = message(path, "attention=flahs")
-    assert said == (
-        f"attention='flahs': must be one of {', '.join(ATTENTION_NAMES)}. The nearest is 'flash'."
-    )
+    names = ", ".join(("auto", *ATTENTION_NAMES))
+    assert said == f"attention='flahs': must be one of {names}. The nearest is 'flash'."
     assert job_of(path, "attention=dot_product")
 
 

@@ -65,6 +65,7 @@ def start_up_plan(preparation: Preparation) -> str:
         f"maxdiffusion {__version__} on {workshop.mesh.size} x {device.device_kind}",
         f"model: {config.model_name} from {config.pretrained_model_name_or_path}",
         f"mesh: {axes}",
+        *preparation.notes,
         workshop.attention(shape).describe(),
         workshop.decoder_sharding(shape).describe(),
         workshop.settings.precision.describe(),

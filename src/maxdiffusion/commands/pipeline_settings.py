@@ -4,9 +4,12 @@ import jax.numpy as jnp
 
 from maxdiffusion.attention import AttentionOptions, FlashBlockSizes
 from maxdiffusion.config.config import Config
+from maxdiffusion.config.validation import guidance_scales
 from maxdiffusion.models.vae import Tiling
+from maxdiffusion.pipelines.guidance import ClassifierFree, Unguided
+from maxdiffusion.pipelines.programs import ProgramShape
 from maxdiffusion.pipelines.settings import Decoding, PipelineSettings, Precision
-from maxdiffusion.pipelines.shapes import VideoShape
+from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.schedulers import FlowMatchEuler, Sampler, UniPC, from_scheduler_config
 
@@ -64,6 +67,16 @@ def decoding(config: Config) -> Decoding:
 def video_shape(config: Config) -> VideoShape:
     """The size of the videos."""
     return VideoShape(height=config.height, width=config.width, num_frames=config.num_frames)
+
+
+def program_shape(config: Config, spec: WanSpec, videos: int) -> ProgramShape:
+    """What the programs of a config are compiled for, with `videos` at once."""
+    return ProgramShape(
+        videos=videos,
+        latent=latent_shape(video_shape(config), spec.vae, spec.transformer),
+        guidance=ClassifierFree() if guidance_scales(config).active else Unguided(),
+        text_length=config.max_sequence_length,
+    )
 
 
 def sampler(config: Config, spec: WanSpec) -> Sampler:

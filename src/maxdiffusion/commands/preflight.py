@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from maxdiffusion.commands.pipeline_settings import sampler
-from maxdiffusion.commands.preparation import ModelChecks, program_shape
+from maxdiffusion.commands.auto_attention import settle_attention
+from maxdiffusion.commands.pipeline_settings import program_shape, sampler
+from maxdiffusion.commands.preparation import ModelChecks
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.validation import check_job
@@ -44,12 +45,13 @@ class Preflight:
     topology: Topology
     workshop: Workshop
     shape: ProgramShape
+    notes: tuple[str, ...] = ()
 
 
 def preflight(reading: Reading, arguments: Sequence[str]) -> None:
     """Compiles the job of a config, prints the report and writes it where `report` says."""
     job = prepare(reading)
-    say(job.workshop.attention(job.shape).describe())
+    say("\n".join([*job.notes, job.workshop.attention(job.shape).describe()]))
     report = compiled_report(job, arguments)
     say(report.describe())
     if job.config.report:
@@ -78,10 +80,10 @@ def say(text: str) -> None:
 
 def prepare(reading: Reading) -> Preflight:
     """The checked job of a config on its topology; raises ProblemsFound with all that is wrong."""
-    config = reading.config
-    topology = read_topology(config.topology)
+    topology = read_topology(reading.config.topology)
     devices = tuple(describe_devices(topology))
-    spec = find_spec(config.pretrained_model_name_or_path)
+    spec = find_spec(reading.config.pretrained_model_name_or_path)
+    config, notes = settle_attention(reading.config, spec, devices)
     checks = ModelChecks(spec=spec, device_count=len(devices), slice_count=1, devices=devices)
     job = check_job(
         config,
@@ -95,6 +97,7 @@ def prepare(reading: Reading) -> Preflight:
         topology=topology,
         workshop=checks.workshop(config),
         shape=program_shape(config, spec, min(job.batch_size, job.videos)),
+        notes=notes,
     )
 
 

@@ -6,7 +6,13 @@ from functools import partial
 
 import jax
 
-from maxdiffusion.commands.pipeline_settings import pipeline_settings, sampler, video_shape
+from maxdiffusion.commands.auto_attention import settle_attention
+from maxdiffusion.commands.pipeline_settings import (
+    pipeline_settings,
+    program_shape,
+    sampler,
+    video_shape,
+)
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.features import model_refusal
 from maxdiffusion.config.job import Job
@@ -15,14 +21,12 @@ from maxdiffusion.config.validation import (
     batch_size,
     check_job,
     data_axis_problems,
-    guidance_scales,
     resolve_mesh,
 )
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.mesh.devices import slice_index
-from maxdiffusion.pipelines.guidance import ClassifierFree, Unguided
 from maxdiffusion.pipelines.programs import ProgramShape, Workshop
-from maxdiffusion.pipelines.shapes import latent_shape, shape_problems
+from maxdiffusion.pipelines.shapes import shape_problems
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.weights.folder import ModelFolder, is_remote
@@ -37,6 +41,7 @@ class Preparation:
     folder: ModelFolder
     workshop: Workshop
     shape: ProgramShape
+    notes: tuple[str, ...] = ()
 
 
 def prepare(reading: Reading) -> Preparation:
@@ -56,8 +61,16 @@ def prepare(reading: Reading) -> Preparation:
     except ProblemsFound as error:
         check(earlier=[*earlier, *error.problems])
         raise
+    config, notes = settle_attention(config, spec, devices)
     checks = ModelChecks(spec=spec, device_count=device_count, slice_count=slice_count)
-    job = check(heads=spec.transformer.heads, checks=(checks,), earlier=earlier)
+    job = check_job(
+        config,
+        device_count=device_count,
+        slice_count=slice_count,
+        heads=spec.transformer.heads,
+        checks=(checks,),
+        earlier=earlier,
+    )
     workshop = checks.workshop(config)
     return Preparation(
         config=config,
@@ -65,16 +78,7 @@ def prepare(reading: Reading) -> Preparation:
         folder=folder,
         workshop=workshop,
         shape=program_shape(config, spec, min(job.batch_size, job.videos)),
-    )
-
-
-def program_shape(config: Config, spec: WanSpec, videos: int) -> ProgramShape:
-    """What the programs of a config are compiled for, with `videos` at once."""
-    return ProgramShape(
-        videos=videos,
-        latent=latent_shape(video_shape(config), spec.vae, spec.transformer),
-        guidance=ClassifierFree() if guidance_scales(config).active else Unguided(),
-        text_length=config.max_sequence_length,
+        notes=notes,
     )
 
 

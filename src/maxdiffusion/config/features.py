@@ -8,6 +8,8 @@ from maxdiffusion.config.kinds import nearest_word
 from maxdiffusion.config.schema import Use
 from maxdiffusion.runtime.problems import Problem
 
+AUTO = "auto"  # an attention is chosen for the devices, before anything is planned
+
 
 def model_refusal(config: Config) -> Problem | None:
     """The problem of a model type that is not run; None if it is."""
@@ -35,9 +37,10 @@ def attention_problems(config: Config) -> Iterator[Problem]:
     # Kernels need jax, which reading and printing a config does not.
     from maxdiffusion.attention import ATTENTION_NAMES
 
-    if config.attention not in ATTENTION_NAMES:
-        known = ", ".join(ATTENTION_NAMES)
-        near = nearest_word(config.attention, tuple(ATTENTION_NAMES)) or "'flash' always works"
+    names = (AUTO, *ATTENTION_NAMES)
+    if config.attention not in names:
+        known = ", ".join(names)
+        near = nearest_word(config.attention, names) or "'flash' always works"
         rule = f"must be one of {known}"
         yield Problem(name="attention", value=config.attention, rule=rule, remedy=near)
 

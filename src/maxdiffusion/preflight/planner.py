@@ -55,19 +55,17 @@ class Choice:
         )
 
 
-def choices(task: Task, *, data: int, context: int) -> list[Choice]:
-    """Every attention that can run on data x context devices, the quickest first.
+def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int = 1) -> list[Choice]:
+    """Every attention that can run on a mesh of these sizes, the quickest first.
 
     Of equals, the one with fewer ring hops stands first.
     """
-    found = [
-        choice
+    shapes = [
+        MeshShape(data=data, fsdp=fsdp, ring=context // ulysses, ulysses=ulysses, tensor=tensor)
         for ulysses in range(1, context + 1)
         if context % ulysses == 0
-        for choice in _of_split(
-            task, MeshShape(data=data, ring=context // ulysses, ulysses=ulysses)
-        )
     ]
+    found = [choice for shape in shapes for choice in _of_split(task, shape)]
     return sorted(found, key=lambda choice: (round(choice.estimate.total, 4), choice.shape.ring))
 
 

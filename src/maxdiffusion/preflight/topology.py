@@ -75,6 +75,12 @@ def topology_of_size(chip: Chip, devices: int) -> Topology | None:
     return None
 
 
+def topology_under(chip: Chip, devices: Sequence[Any]) -> Topology:
+    """The grid of chips that real or described devices stand on."""
+    furthest = [max(device.coords[axis] for device in devices) for axis in range(3)]
+    return Topology(chip=chip, sides=tuple(coordinate + 1 for coordinate in furthest))
+
+
 def _all_names() -> str:
     return "; ".join(f"{chip}:{{{','.join(grids)}}}" for chip, grids in GRIDS.items())
 

@@ -30,7 +30,7 @@ KEYS = (
         "attention",
         Text(),
         "flash",
-        "How self-attention runs across and on devices; the start-up plan spells it out.",
+        "How self-attention runs across and on devices; auto = the quickest by estimate.",
     ),
     used(
         "flash_block_sizes",
