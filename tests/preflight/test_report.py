@@ -1,0 +1,119 @@
+"""A report put together from a recorded program: its parts add up, and people can read it."""
+
+import dataclasses
+import json
+
+import pytest
+from preflight.recorded import recorded
+
+from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.preflight.collectives import find_collectives
+from maxdiffusion.preflight.cycles import count_cycles
+from maxdiffusion.preflight.flops import forward_flops, step_bounds
+from maxdiffusion.preflight.hlo import read_program
+from maxdiffusion.preflight.kernels import KernelFigures
+from maxdiffusion.preflight.links import grid_network
+from maxdiffusion.preflight.memory import Residence
+from maxdiffusion.preflight.programs import CompiledProgram, Memory
+from maxdiffusion.preflight.report import Report
+from maxdiffusion.preflight.step_time import KernelTime, step_time
+from maxdiffusion.preflight.topology import read_topology
+
+MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
+SIZES = WanTransformerConfig(layers=2)
+TOP_KEYS = {
+    "predicted_seconds_per_step",
+    "bound_seconds_per_step",
+    "hbm_bytes_per_device",
+    "cycles_per_layer_outside_kernels",
+    "kernels",
+}
+KERNEL = KernelFigures(
+    name="flash_online_1024_1024_partials",
+    purpose="self-attention",
+    main_loop_bundles=1676,
+    mxu_bound_bundles=1536,
+    ragged_cycles=3360,
+    step_bundles=173,
+    q_block_bundles=679,
+    spill_stores=1321,
+    spill_loads=1318,
+    vmem_bytes=5_550_080,
+    vmem_limit_bytes=64 * 2**20,
+)
+
+
+@pytest.fixture(scope="module")
+def report():
+    topology = read_topology("tpu7x:2x2x1")
+    program = read_program(recorded("denoise_step_two_layers.txt"))
+    cycles = count_cycles(program, SIZES.layers)
+    collectives = find_collectives(program, MESH)
+    flops = forward_flops(SIZES, tokens=7800, text_length=512, batch=2)
+    memory = Memory(
+        arguments=1_652_910_080, outputs=544, temporaries=1_541_796_096, code=14_615_552
+    )
+    step = CompiledProgram(name="denoise_step", text="", memory=memory, flops=1.0, seconds=2.0)
+    return Report(
+        topology=topology,
+        mesh=MESH,
+        attention="ulysses_ring_custom",
+        programs=(step,),
+        residence=Residence(weights={"vae": 2**20}, peak=memory.peak, peak_program=step.name),
+        kernels=(KERNEL,),
+        cycles=cycles,
+        collectives=collectives,
+        flops=flops,
+        bounds=step_bounds(flops, topology.chip, 8, SIZES.head_dim),
+        step=step_time(
+            chip=topology.chip,
+            kernels={KERNEL.name: KernelTime(call=0.5e-3, step=2e-3)},
+            cycles=cycles,
+            collectives=collectives,
+            network=grid_network(topology),
+        ),
+    )
+
+
+def test_scripts_find_what_they_read(report):
+    content = json.loads(json.dumps(report.as_json()))
+    assert set(content) >= TOP_KEYS
+    (kernel,) = content["kernels"]
+    assert kernel["mxu_share"] == pytest.approx(1536 / 1676)
+    assert {"name", "main_loop_bundles", "mxu_bound_bundles", "vmem_bytes"} <= set(kernel)
+    assert content["cycles_per_layer_outside_kernels"] == report.cycles.layer
+
+
+def test_parts_add_up(report):
+    content = report.as_json()
+    assert sum(content["seconds"].values()) == pytest.approx(report.step.total)
+    outside = report.cycles.all / report.topology.chip.clock_hz
+    assert sum(report.step.outside.values()) == pytest.approx(outside)
+    # Four all-to-alls of a layer stay on a chip: 20 MB, half of it to the other core, 600 GB/s.
+    on_chip = 2 * 4 * 19_968_000 / 2 / 600e9
+    assert report.step.exposed_exchange >= on_chip
+
+
+def test_no_step_is_quicker_than_its_bound(report):
+    assert report.step.total > report.bounds.head_dim_aware > report.bounds.spec
+    assert 0 < report.mfu < 1
+
+
+def test_people_read_the_same(report):
+    words = report.describe()
+    assert f"predicted: {report.step.total:.3f} s/step" in words
+    assert "main loop 1,676 bundles, MXU bound 1,536 (91.6%)" in words
+    assert "VMEM 5.3 of 64 MiB" in words
+    assert "all-to-all over ulysses of 2, waited for" in words
+    assert "collective-permute over ring of 2, under" in words
+    assert "DOES NOT FIT" not in words
+
+
+def test_a_job_that_does_not_fit_says_so(report):
+    full = dataclasses.replace(report.residence, peak=97 * 2**30)
+    assert "DOES NOT FIT" in dataclasses.replace(report, residence=full).describe()
+
+
+def test_without_kernels_the_report_says_so(report):
+    bare = dataclasses.replace(report, kernels=())
+    assert "kernels: none" in bare.describe()
