@@ -15,7 +15,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Int
 
 from maxdiffusion.attention.exchanges.base import tokens_bytes
-from maxdiffusion.attention.exchanges.ring import Ring, RingShards
+from maxdiffusion.attention.exchanges.ring import Ring, RingShards, sent
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.merge import merge_knowing, output
@@ -77,7 +77,7 @@ class BidirectionalRing:
         return self._moved(stream, steps)
 
     def _moved(self, stream: Stream, steps: list[tuple[int, int]]) -> Stream:
-        k, v = (jax.lax.ppermute(part, self.axes, steps) for part in stream)
+        k, v = (sent(part, self.axes, steps) for part in stream)
         return k, v
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:

@@ -14,6 +14,17 @@ from maxdiffusion.attention.on_device import DeviceKernel, GradientKernel, Kerne
 from maxdiffusion.kernels.reference import Partials
 
 
+def sent(
+    x: Float[Array, "B T N H"], axes: tuple[str, ...], steps: list[tuple[int, int]]
+) -> Float[Array, "B T N H"]:
+    """What arrives here when every device sends `x` along `steps`; heads travel as columns.
+
+    A [N, H] tile of a few heads would be padded, and transposed on the way in and out of the hop.
+    """
+    columns = x.reshape(*x.shape[:2], -1)
+    return jax.lax.ppermute(columns, axes, steps).reshape(x.shape)
+
+
 @dataclass(frozen=True)
 class RingShards:
     """The devices of a ring, for the small reductions that make a key mean or a bound global."""
@@ -83,7 +94,7 @@ class Ring:
     def passed_on(self, *arrays: Array) -> tuple[Array, ...]:
         """What the previous device of the ring held of each array."""
         steps = [(device, (device + 1) % self.degree) for device in range(self.degree)]
-        return tuple(jax.lax.ppermute(array, self.axes, steps) for array in arrays)
+        return tuple(sent(array, self.axes, steps) for array in arrays)
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
         """Local queries against the keys of one ring device."""
