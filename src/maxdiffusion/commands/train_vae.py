@@ -1,15 +1,18 @@
 """From a config to a trained video autoencoder in a diffusers folder."""
 
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float
 
 from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.train import reporter, vae_of
 from maxdiffusion.commands.training_settings import clips, optimiser, training_mesh
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
-from maxdiffusion.models.vae import ALL_FRAMES
+from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.pipelines.spec import open_wan_folder
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.runtime.progress import steps_bar
@@ -20,6 +23,7 @@ from maxdiffusion.training.export import NewPart, export_model
 from maxdiffusion.training.latent_cache import CaptionedClips
 from maxdiffusion.training.loop import Loop, LoopPlan
 from maxdiffusion.training.metrics import MetricsWriter
+from maxdiffusion.training.parts import Part, Values
 from maxdiffusion.training.sources import as_signed
 from maxdiffusion.training.state import TrainState, first_state, place_values
 from maxdiffusion.training.vae_training import VAE, VaeTraining, peak_signal, with_statistics
@@ -101,21 +105,33 @@ def export(
     folder: ModelFolder,
 ) -> None:
     """Writes the folder with the new autoencoder and the statistics of its latents."""
-    new_state = training.part.state(state.ema[VAE])
-    vae = training.part.merge(state.ema[VAE])
+    values, program = state.ema[VAE], there_and_back(training.part)
     latents, decibels = [], []
     for at in range(0, min(MEASURED_CLIPS, len(captioned)), AT_ONCE):
         stop = min(at + AT_ONCE, len(captioned))
         videos = np.stack([captioned[index]["video"] for index in range(at, stop)])
-        mean = vae.encode(as_signed(videos), chunk=ALL_FRAMES).mean
+        mean, decoded = program(values, as_signed(videos))
         latents.append(np.asarray(mean))
-        decoded = np.asarray(vae.decode(mean, chunk=ALL_FRAMES))
-        decibels.append(peak_signal((decoded + 1) * 127.5, videos))
+        decibels.append(peak_signal((np.asarray(decoded) + 1) * 127.5, videos))
     measured = with_statistics(training.config, latents)
     part = NewPart(
-        state=new_state,
+        state=training.part.state(values),
         table=vae_map(measured),
         config={**folder.configs[VAE], **vae_json(measured)},
     )
     export_model(folder.root, Path(config.export_dir).expanduser(), {VAE: part})
     say(f"wrote {config.export_dir}: {np.mean(decibels):.2f} dB on {len(latents) * AT_ONCE} clips")
+
+
+def there_and_back(part: Part[WanVae]) -> Callable[..., tuple[Array, Array]]:
+    """A program from clips to their most likely latents and to what these decode to."""
+
+    @jax.jit
+    def run(
+        values: Values, video: Float[Array, "B F Y X C"]
+    ) -> tuple[Float[Array, "B f y x K"], Float[Array, "B F Y X C"]]:
+        vae = part.merge(values)
+        mean = vae.encode(video, chunk=ALL_FRAMES).mean
+        return mean, vae.decode(mean, chunk=ALL_FRAMES)
+
+    return run
