@@ -16,7 +16,7 @@ from maxdiffusion.preflight.links import grid_network
 from maxdiffusion.preflight.memory import Residence
 from maxdiffusion.preflight.programs import CompiledProgram, Memory
 from maxdiffusion.preflight.report import Report
-from maxdiffusion.preflight.step_time import KernelTime, step_time
+from maxdiffusion.preflight.step_time import KernelTime, in_words, step_time
 from maxdiffusion.preflight.topology import read_topology
 
 MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
@@ -101,7 +101,7 @@ def test_no_step_is_quicker_than_its_bound(report):
 
 def test_people_read_the_same(report):
     words = report.describe()
-    assert f"predicted: {report.step.total:.3f} s/step" in words
+    assert f"predicted: {in_words(report.step.total)}/step" in words
     assert "main loop 1,676 bundles, MXU bound 1,536 (91.6%)" in words
     assert "VMEM 5.3 of 64 MiB" in words
     assert "all-to-all over ulysses of 2, waited for" in words
@@ -117,3 +117,10 @@ def test_a_job_that_does_not_fit_says_so(report):
 def test_without_kernels_the_report_says_so(report):
     bare = dataclasses.replace(report, kernels=())
     assert "kernels: none" in bare.describe()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"), [(2.6334, "2.633 s"), (0.0123456, "12.35 ms"), (4e-7, "0.0004 ms")]
+)
+def test_times_have_their_unit(seconds, words):
+    assert in_words(seconds) == words

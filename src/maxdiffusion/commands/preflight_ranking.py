@@ -13,6 +13,7 @@ from maxdiffusion.preflight.chart import Bar, stacked_bars
 from maxdiffusion.preflight.flops import forward_flops, step_bounds
 from maxdiffusion.preflight.planner import Choice, Task, choices, explain
 from maxdiffusion.preflight.programs import DENOISE_STEP
+from maxdiffusion.preflight.step_time import in_words
 from maxdiffusion.preflight.topology import Topology, describe_devices, topology_of_size
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
@@ -139,7 +140,8 @@ def publish(reading: Reading, title: str, rows: Sequence[Row], *, ranked: bool =
     say(title)
     for row in rows:
         share = row.bound / row.bar.total
-        say(f"  {row.bar.total:8.3f} s  {share:5.1%} of the bound's speed  {row.bar.label}")
+        time = in_words(row.bar.total)
+        say(f"  {time:>10}  {share:5.1%} of the bound's speed  {row.bar.label}")
     if not reading.config.report:
         return
     path = Path(reading.config.report)

@@ -4,6 +4,8 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from maxdiffusion.preflight.step_time import in_words
+
 # Told apart with any kind of colour vision (Okabe and Ito).
 COLOURS = (
     *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
@@ -52,10 +54,10 @@ def _row(bar: Bar, y: int, colours: Mapping[str, str], scale: float) -> list[str
     pieces = [_text(10, y + 16, bar.label)]
     x = float(_LABEL)
     for name, seconds in bar.parts.items():
-        note = f"{name}: {seconds:.4f} s"
+        note = f"{name}: {in_words(seconds)}"
         pieces.append(_box(x, y, seconds * scale, _ROW - 8, colours[name], note))
         x += seconds * scale
-    return [*pieces, _text(x + 6, y + 16, f"{bar.total:.3f} s")]
+    return [*pieces, _text(x + 6, y + 16, in_words(bar.total))]
 
 
 def _box(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:

@@ -10,7 +10,7 @@ from maxdiffusion.preflight.flops import Bounds, ForwardFlops
 from maxdiffusion.preflight.kernels import KernelFigures
 from maxdiffusion.preflight.memory import Residence
 from maxdiffusion.preflight.programs import CompiledProgram
-from maxdiffusion.preflight.step_time import StepTime
+from maxdiffusion.preflight.step_time import StepTime, in_words
 from maxdiffusion.preflight.topology import Topology
 
 GIB = 2**30
@@ -83,10 +83,10 @@ class Report:
         bounds, total = self.bounds, self.step.total
         parts = sorted(self.step.parts().items(), key=lambda item: -item[1])
         return [
-            f"predicted: {total:.3f} s/step",
-            *(f"  {seconds:8.4f} s {seconds / total:6.1%}  {name}" for name, seconds in parts),
-            f"bound on {bounds.devices} devices: {bounds.spec:.3f} s/step at peak, "
-            f"{bounds.head_dim_aware:.3f} with heads of this width on these MXUs",
+            f"predicted: {in_words(total)}/step",
+            *(f"  {in_words(time):>10} {time / total:6.1%}  {name}" for name, time in parts),
+            f"bound on {bounds.devices} devices: {in_words(bounds.spec)}/step at peak, "
+            f"{in_words(bounds.head_dim_aware)} with heads of this width on these MXUs",
             f"MFU: {self.mfu:.1%} of {bounds.peak_flops / 1e12:.1f} TFLOP/s (bf16) a device",
         ]
 

@@ -9,6 +9,11 @@ from maxdiffusion.preflight.cycles import Cycles
 from maxdiffusion.preflight.links import Network
 
 
+def in_words(seconds: float) -> str:
+    """A time with its unit, in four figures or so however short it is."""
+    return f"{seconds:.3f} s" if seconds >= 0.1 else f"{seconds * 1e3:.4g} ms"
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
     """The parts of a step, in seconds; they do not overlap."""
