@@ -57,7 +57,9 @@ def reference_partials(
 
 def normalise(o: Float[Array, "B S N H"], l: Float[Array, "B S N"]) -> Float[Array, "B S N H"]:  # noqa: E741
     """o / l, and zero for rows that had no key."""
-    return jnp.where(l[..., None] > 0, o / jnp.where(l > 0, l, 1.0)[..., None], 0.0)
+    # One factor per row: a comparison and a division per element would each be broadcast to them.
+    factor = jnp.where(l > 0, 1.0 / jnp.where(l > 0, l, 1.0), 0.0)
+    return o * factor[..., None]
 
 
 def dense_attention(
