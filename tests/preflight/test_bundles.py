@@ -60,3 +60,12 @@ def test_a_dump_without_bundles_is_refused():
 def test_slots_need_ten_numbers():
     rows = read_slots(["2 2 4 2 1 3 3 2 2 2", "== UTILIZATION:", "0 1 2 3 4 5 6 7 8 9", "1 2"])
     assert rows == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
+
+
+def test_small_mxus_take_eight_rows_unless_told_otherwise():
+    eight, sixteen = "vmatmul.bf16.gmra.mxu0", "vmatmul.lmr.bf16.gmra.16.mxu0"
+    # A tile of 512 x 512 with heads of 128 on v5e: 256 + 128 instructions, 1024 bundles at least.
+    lines = [f" {index:#x}   : > {{ {eight} }}" for index in range(1, 257)]
+    lines += [f" {index:#x}   : > {{ {sixteen} }}" for index in range(257, 385)]
+    code = read_code("flash", ["     0   :  { entry }", *lines])
+    assert code.main_loop.mxu_bound(CHIPS["v5e"]) == 4 * 512 * 512 * 128 // (4 * 128 * 128 * 2)

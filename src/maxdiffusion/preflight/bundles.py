@@ -24,8 +24,10 @@ _CODE = re.compile(r"^\d+-(?P<name>.+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 _SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", "scalar")
 # The loop over the grid is the outermost.
 GRID_DEPTH = 1
-# A matrix product instruction takes 16 rows of bfloat16, and as many bytes of narrower types.
-_ROWS = 16
+# Rows of bfloat16 that one instruction multiplies: 16 on chips with large MXUs (their operands come
+# from registers, `mubr`) and where an instruction says 16, else 8. The rows of a tile times the
+# MXU's area are then its operations: checked with tiles compiled for tpu7x, v6e and v5e.
+_MANY_ROWS = re.compile(r"\.mubr\.|\.16\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,7 @@ class Region:
     bundles: int
     depth: int
     matmuls: int
+    matmul_rows: int
     vector_operations: int
     memory_operations: int
     scalar_operations: int
@@ -49,8 +52,7 @@ class Region:
 
     def mxu_bound(self, chip: Chip) -> int:
         """Bundles that the matrix products alone take."""
-        flops = 2 * _ROWS * chip.mxu_depth**2
-        return -(-self.matmuls * flops // chip.flops_per_cycle)
+        return -(-self.matmul_rows * 2 * chip.mxu_depth**2 // chip.flops_per_cycle)
 
     def cycles(self, chip: Chip) -> int:
         """Cycles of one pass: the larger of bundles and what the MXUs need."""
@@ -120,7 +122,7 @@ def read_kernels(folder: Path) -> Iterator[KernelCode]:
 
 def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = ()) -> KernelCode:
     """The code of one kernel from the lines of its bundles and, if there is one, its slot table."""
-    matmuls: dict[int, int] = {}
+    matmuls: dict[int, list[int]] = {}
     depths: dict[int, int] = {}
     branches: list[int] = []
     for line in lines:
@@ -128,7 +130,7 @@ def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = 
         if found is None:
             continue
         address = int(found[1], 16)
-        matmuls[address] = len(_MATMUL.findall(line))
+        matmuls[address] = [16 if _MANY_ROWS.search(name) else 8 for name in _MATMUL.findall(line)]
         depths[address] = len(found[2])
         if _BRANCH in line:
             branches.append(address)
@@ -144,19 +146,21 @@ def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = 
 
 def _region(
     span: tuple[int, int],
-    matmuls: dict[int, int],
+    matmuls: dict[int, list[int]],
     depths: dict[int, int],
     slots: Sequence[Sequence[int]],
 ) -> Region:
     start, stop = span
     used = {slot: sum(row[index] for row in slots[start:stop]) for index, slot in enumerate(_SLOTS)}
+    rows = [count for at in range(start, stop) for count in matmuls.get(at, ())]
     # A branch belongs to the loop that it closes, so the depth is that of the bundles after it.
     inside = [depths[at] for at in range(start + 1, stop) if at in depths] or [depths[start]]
     return Region(
         start=start,
         bundles=stop - start,
         depth=max(set(inside), key=inside.count),
-        matmuls=sum(matmuls.get(at, 0) for at in range(start, stop)),
+        matmuls=len(rows),
+        matmul_rows=sum(rows),
         vector_operations=used["valu"],
         memory_operations=used["load"] + used["store"],
         scalar_operations=used["scalar"],
