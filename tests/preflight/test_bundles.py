@@ -62,10 +62,10 @@ def test_slots_need_ten_numbers():
     assert rows == [[0, 1, 2, 3, 4, 5, 6, 7, 8, 9]]
 
 
-def test_small_mxus_take_eight_rows_unless_told_otherwise():
-    eight, sixteen = "vmatmul.bf16.gmra.mxu0", "vmatmul.lmr.bf16.gmra.16.mxu0"
-    # A tile of 512 x 512 with heads of 128 on v5e: 256 + 128 instructions, 1024 bundles at least.
-    lines = [f" {index:#x}   : > {{ {eight} }}" for index in range(1, 257)]
-    lines += [f" {index:#x}   : > {{ {sixteen} }}" for index in range(257, 385)]
+def test_small_mxus_have_a_form_with_half_the_rows():
+    whole, half = "vmatmul.bf16.gmra.mxu0", "vmatmul.lmr.bf16.gmra.16.mxu0"
+    # A tile of 512 x 512 with heads of 128 on v5e: 128 + 256 instructions, 1024 bundles at least.
+    lines = [f" {index:#x}   : > {{ {whole} }}" for index in range(1, 129)]
+    lines += [f" {index:#x}   : > {{ {half} }}" for index in range(129, 385)]
     code = read_code("flash", ["     0   :  { entry }", *lines])
     assert code.main_loop.mxu_bound(CHIPS["v5e"]) == 4 * 512 * 512 * 128 // (4 * 128 * 128 * 2)

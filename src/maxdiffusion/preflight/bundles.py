@@ -24,10 +24,10 @@ _CODE = re.compile(r"^\d+-(?P<name>.+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 _SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", "scalar")
 # The loop over the grid is the outermost.
 GRID_DEPTH = 1
-# Rows of bfloat16 that one instruction multiplies: 16 on chips with large MXUs (their operands come
-# from registers, `mubr`) and where an instruction says 16, else 8. The rows of a tile times the
-# MXU's area are then its operations: checked with tiles compiled for tpu7x, v6e and v5e.
-_MANY_ROWS = re.compile(r"\.mubr\.|\.16\b")
+# Rows of bfloat16 that one instruction multiplies: 16, or 8 in the form of small MXUs that ends in
+# `16`. The rows of a tile times the MXU's area are then its operations, as tiles compiled for tpu7x,
+# v6e and v5e confirm.
+_HALF = re.compile(r"\.16\b")
 
 
 @dataclass(frozen=True, kw_only=True)
