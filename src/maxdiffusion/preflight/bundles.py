@@ -25,8 +25,8 @@ _SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill",
 # The loop over the grid is the outermost.
 GRID_DEPTH = 1
 # Rows of bfloat16 that one instruction multiplies: 16, or 8 in the form of small MXUs that ends in
-# `16`. The rows of a tile times the MXU's area are then its operations, as tiles compiled for tpu7x,
-# v6e and v5e confirm.
+# `16`. The rows of a tile times the MXU's area are then its operations, as tiles compiled for
+# tpu7x, v6e and v5e confirm.
 _HALF = re.compile(r"\.16\b")
 
 
@@ -130,7 +130,7 @@ def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = 
         if found is None:
             continue
         address = int(found[1], 16)
-        matmuls[address] = [16 if _MANY_ROWS.search(name) else 8 for name in _MATMUL.findall(line)]
+        matmuls[address] = [8 if _HALF.search(name) else 16 for name in _MATMUL.findall(line)]
         depths[address] = len(found[2])
         if _BRANCH in line:
             branches.append(address)
