@@ -48,13 +48,23 @@ def scratch_bytes(plan: KernelPlan) -> int:
 
 
 def spill_bytes(plan: KernelPlan) -> int:
-    """Returns about what the compiler keeps beside: the larger of its two kinds of tile."""
+    """Returns about what the compiler keeps beside: that of the larger of its two kinds of tile.
+
+    A shorter last tile after a loop over the others is code of its own, whose share comes on top; a
+    loop of one turn is no loop to the compiler, and shares.
+    """
     blocks, lines = plan.blocks, SPILL[plan.shape.dtype]
     careful_q = largest_divisor(blocks.block_q, CAREFUL_TILE, LANES)
     careful_kv = largest_divisor(blocks.block_kv, CAREFUL_TILE, LANES)
-    scores = {"quick": blocks.q_tile * blocks.block_kv, "careful": careful_q * careful_kv}
-    kept = (lines[kind][0] * scores[kind] + lines[kind][1] * MIB for kind in scores)
-    return max(0, *(int(size) for size in kept))
+    turns, rest = divmod(blocks.block_q, blocks.q_tile)
+    quick = [_kept(lines["quick"], q * blocks.block_kv) for q in (blocks.q_tile, rest)]
+    return max(
+        sum(quick) if turns > 1 else max(quick), _kept(lines["careful"], careful_q * careful_kv)
+    )
+
+
+def _kept(line: tuple[float, float], scores: int) -> int:
+    return max(0, int(line[0] * scores + line[1] * MIB)) if scores else 0
 
 
 def vmem_bytes(plan: KernelPlan) -> int:
