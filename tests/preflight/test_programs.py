@@ -1,0 +1,91 @@
+"""Programs of a job and the memory of a run, on CPU devices in place of TPUs."""
+
+import math
+
+import jax
+import pytest
+
+from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.pipelines.guidance import ClassifierFree
+from maxdiffusion.pipelines.programs import ProgramShape, Workshop
+from maxdiffusion.pipelines.settings import PipelineSettings
+from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
+from maxdiffusion.preflight.chips import CHIPS
+from maxdiffusion.preflight.memory import residence, state_bytes
+from maxdiffusion.preflight.programs import (
+    CompiledProgram,
+    Memory,
+    ProgramMaker,
+    compile_all,
+    compile_program,
+    programs_of,
+)
+from maxdiffusion.preflight.released import find_spec
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.schedulers import UniPC
+
+CHIP = CHIPS["tpu7x"]
+
+
+def workshop(shape=MeshShape(data=2)):  # noqa: B008 - a frozen value
+    mesh = build_mesh(shape, devices=jax.devices()[: shape.devices])
+    settings = PipelineSettings(attention="dot_product")
+    return Workshop(spec=find_spec("embedded"), settings=settings, mesh=mesh)
+
+
+def program_shape(made):
+    video = VideoShape(height=32, width=32, num_frames=1)
+    latent = latent_shape(video, made.spec.vae, made.spec.transformer)
+    return ProgramShape(videos=1, latent=latent, guidance=ClassifierFree(), text_length=16)
+
+
+def test_all_programs_of_a_generation_are_there():
+    made = workshop()
+    makers = programs_of(made, program_shape(made), UniPC(steps=2, shift=3.0))
+    assert [maker.name for maker in makers] == [
+        *("denoise_step", "read_text", "start", "decode", "text_encoder")
+    ]
+
+
+def test_a_program_is_compiled_and_weighed():
+    made = workshop()
+    makers = programs_of(made, program_shape(made), UniPC(steps=2, shift=3.0))
+    said = []
+    (start,) = compile_all(makers[2:3], CHIP, said.append)
+    latents = 4 * math.prod(program_shape(made).latent.dims)
+    assert start.memory.arguments == latents
+    assert start.memory.peak >= start.memory.arguments + start.memory.outputs
+    assert "ENTRY" in start.text
+    assert said[0] == "[1/1] compiling start ..."
+    assert said[1].startswith("[1/1] start: ")
+
+
+def test_a_refusal_of_the_compiler_names_the_program():
+    def refuse():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Ran out of memory on HBM")
+
+    with pytest.raises(ProblemsFound, match="denoise_step='compile error'"):
+        compile_program(ProgramMaker(name="denoise_step", compile=refuse), CHIP)
+
+
+def test_weights_count_once_and_split_weights_by_their_part():
+    whole, split = workshop(), workshop(MeshShape(fsdp=2))
+    alone = state_bytes(whole.models.transformer.on(whole.mesh))
+    assert alone == sum(
+        leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(whole.models.transformer.parameters)
+    )
+    assert alone / 2 <= state_bytes(split.models.transformer.on(split.mesh)) < 0.7 * alone
+
+
+def test_the_peak_is_all_weights_and_what_a_program_adds():
+    made = workshop()
+    weights = state_bytes(made.models.transformer.on(made.mesh))
+    memory = Memory(arguments=weights + 10, outputs=5, temporaries=1000, code=1)
+    step = CompiledProgram(name="denoise_step", text="", memory=memory, flops=0, seconds=0)
+    small = Memory(arguments=3, outputs=0, temporaries=0, code=0)
+    start = CompiledProgram(name="start", text="", memory=small, flops=0, seconds=0)
+    found = residence(made, (step, start))
+    assert found.peak == sum(found.weights.values()) + 10 + 5 + 1000 + 1
+    assert found.peak_program == "denoise_step"
+    assert set(found.weights) == {"transformer", "transformer_2", "vae", "text_encoder"}
