@@ -1,4 +1,4 @@
-"""The alphabet of dimensions, used in signatures (`Float[Array, "B S N H"]`) and suffixes (`q_BSNH`).
+"""The alphabet of dimensions, in signatures (`Float[Array, "B S N H"]`) and suffixes (`q_BSNH`).
 
     B  batch                     S  query tokens          T  key tokens or text tokens
     N  heads                     H  head width            D  model width

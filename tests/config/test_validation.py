@@ -1,5 +1,7 @@
 """A job is checked before weights are touched, and everything wrong with it is said at once."""
 
+from pathlib import Path
+
 import pytest
 from config.writing import write
 
@@ -159,7 +161,8 @@ def test_one_video_may_have_a_fixed_name(path):
 
 def test_output_folder_that_is_a_file(path):
     assert message(path, f"output_dir={path}") == (
-        f"output_dir='{path}': must be a folder, or a new one. Use output_dir=outputs."
+        f"output_dir='{path}': nothing can be written there: Not a directory ({path}). "
+        "Name a folder that you may write to, such as outputs."
     )
     assert "must be a path on a disk" in message(path, "output_dir=gs://bucket/videos")
 
@@ -259,3 +262,16 @@ def test_everything_at_once(path, tmp_path):
         "checkpoint",
         "checkpoint",
     ]
+
+
+def test_files_that_cannot_be_written_are_found_before_the_run(path):
+    for setting in ("timing_file=/proc/nowhere/times.json", "output_dir=/proc/nowhere"):
+        name = setting.split("=")[0]
+        assert f"{name}='/proc/nowhere" in message(path, setting)
+        assert "nothing can be written there" in message(path, setting)
+    assert not Path("/proc/nowhere").exists()
+
+
+def test_checking_a_new_folder_leaves_nothing_behind(path, tmp_path):
+    job_of(path, f"output_dir={tmp_path}/a/b/c")
+    assert not (tmp_path / "a").exists()

@@ -103,7 +103,6 @@ class ModelChecks:
         videos = batch_size(config, self.device_count)
         workshop, shape = self.workshop(config), program_shape(config, spec, videos)
         workshop.attention(shape)
-        workshop.decoder_sharding(shape)
 
     def workshop(self, config: Config) -> Workshop:
         """The workshop of the config, on its mesh."""

@@ -1,5 +1,6 @@
 """Checks of what a job writes: names, folders, and how the VAE cuts frames."""
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path, PurePath
 from string import Formatter
@@ -18,14 +19,25 @@ def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
         if "://" in value:
             rule, remedy = "must be a path on a disk", "Write to a disk and copy from there"
             yield Problem(name=name, value=value, rule=rule, remedy=remedy)
-    if not config.output_dir or (Path(config.output_dir).exists() and not is_folder(config)):
+    if not config.output_dir:
         rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
         yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
+    yield from writing_problems("output_dir", config.output_dir, Path(config.output_dir))
+    yield from writing_problems("timing_file", config.timing_file, Path(config.timing_file).parent)
 
 
-def is_folder(config: Config) -> bool:
-    """Whether the output folder is one."""
-    return Path(config.output_dir).is_dir()
+def writing_problems(name: str, value: str, folder: Path) -> Iterator[Problem]:
+    """A problem if no file can be written in a folder, or in the one that it would be made in."""
+    if not value or "://" in value:
+        return
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return
+    except OSError as error:
+        rule = f"nothing can be written there: {error.strerror} ({there})"
+        remedy = "Name a folder that you may write to, such as outputs"
+        yield Problem(name=name, value=value, rule=rule, remedy=remedy)
 
 
 def name_problems(pattern: str, videos: int | None) -> Iterator[Problem]:

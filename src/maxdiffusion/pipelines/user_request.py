@@ -33,8 +33,8 @@ def request_from_arguments(
     """The request, with diffusers' defaults and rules.
 
     Guidance is on if `guidance_scale` is above 1; `guidance_scale_2` (of the low-noise expert)
-    follows it unless given. Video i starts from `seed + i`, or from `latents` [B, C, F, H, W].
-    `flow_shift` and `boundary_ratio` replace those of the checkpoint.
+    follows it unless given. Video i of a prompt starts from `seed + i`, or all of them start from
+    `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
     """
     if guidance_scale_2 is not None and len(spec.experts) == 1:
         raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
@@ -42,7 +42,9 @@ def request_from_arguments(
         raise ProblemsFound([_no_second_expert("boundary_ratio", boundary_ratio)])
     if num_videos_per_prompt < 1:
         raise ProblemsFound([_no_videos(num_videos_per_prompt)])
-    prompts = [text for text in _texts("prompt", prompt) for _ in range(num_videos_per_prompt)]
+    texts, copies = _texts("prompt", prompt), range(num_videos_per_prompt)
+    prompts = [text for text in texts for _ in copies]
+    seeds = tuple(seed + copy for _ in texts for copy in copies)
     video = VideoShape(height=height, width=width, num_frames=num_frames)
     shape = latent_shape(video, spec.vae, spec.transformer)
     second = guidance_scale if guidance_scale_2 is None else guidance_scale_2
@@ -56,7 +58,7 @@ def request_from_arguments(
         sampler=from_scheduler_config(spec.scheduler, num_inference_steps, flow_shift),
         scales=scales,
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
-        seeds=() if latents is not None else tuple(seed + i for i in range(len(prompts))),
+        seeds=() if latents is not None else seeds,
         latents=None if latents is None else _channels_last(latents, len(prompts), shape),
     )
 
