@@ -1,9 +1,10 @@
 """Clips encoded once: from frames and captions to the latents and tokens that experts train on."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +76,7 @@ def model_hash(folder: ModelFolder) -> str:
     return digest.hexdigest()
 
 
-def as_clip_batch(rows: dict[str, np.ndarray]) -> ClipBatch:
-    """A batch of cached clips."""
+def as_clip_batch(rows: Mapping[str, Any]) -> ClipBatch:
+    """A batch of cached clips, still on the host."""
     captions = Captions(ids=rows["ids"], lengths=rows["lengths"])
     return ClipBatch(latents=rows["latents"], captions=captions)

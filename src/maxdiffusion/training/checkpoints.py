@@ -18,7 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
 from maxdiffusion.training.parts import check_same_shapes
 from maxdiffusion.training.state import TrainState
 
@@ -48,7 +48,14 @@ class Checkpoints:
         self.folder = folder.expanduser().absolute()
         self._keep = keep
         self._say = say
-        self._manager = self._open()
+        try:
+            self._manager = self._open()
+        except OSError as error:
+            rule = f"is not a folder that can be written ({error.strerror})"
+            name, remedy = "checkpoint_dir", "Name another folder"
+            raise ProblemsFound(
+                [Problem(name=name, value=str(self.folder), rule=rule, remedy=remedy)]
+            ) from error
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
         """Writes the state; returns when it may change, while files are still written."""
