@@ -35,7 +35,7 @@ from maxdiffusion.training.experts import HIGH_NOISE, LOW_NOISE
 from maxdiffusion.training.export import NewPart, export_model
 from maxdiffusion.training.flops import FORMULA, step_work
 from maxdiffusion.training.loop import Loop, LoopPlan
-from maxdiffusion.training.metrics import Figures, MetricsWriter
+from maxdiffusion.training.metrics import Figures, MetricsWriter, Work
 from maxdiffusion.training.parts import Part, Values, values_of
 from maxdiffusion.training.state import TrainState, first_state
 from maxdiffusion.training.text import TEXT_ENCODER
@@ -166,7 +166,7 @@ def run(job: TrainingJob, checkpoints: Checkpoints) -> TrainState:
         text_rows=batch.caption_tokens + 1,
         devices=training.mesh.size,
     )
-    metrics = MetricsWriter(Path(config.metrics_file) if config.metrics_file else None, work)
+    metrics = metrics_writer(config, work)
     metrics.start(int(state.step))
     plan = LoopPlan(
         steps=config.max_train_steps,
@@ -188,6 +188,15 @@ def run(job: TrainingJob, checkpoints: Checkpoints) -> TrainState:
             return loop.run(state)
     finally:
         metrics.close()
+
+
+def metrics_writer(config: Config, work: Work) -> MetricsWriter:
+    """Where the figures of a run go."""
+    return MetricsWriter(
+        Path(config.metrics_file).expanduser() if config.metrics_file else None,
+        work=work,
+        tensorboard=Path(config.tensorboard_dir).expanduser() if config.tensorboard_dir else None,
+    )
 
 
 def reporter(metrics: MetricsWriter, advance: Advance, steps: int, every: int = 50) -> Any:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxdiffusion.commands.generate import say, use_cache
-from maxdiffusion.commands.train import reporter, vae_of
+from maxdiffusion.commands.train import metrics_writer, reporter, vae_of
 from maxdiffusion.commands.training_settings import clips, optimiser, training_mesh
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
@@ -22,7 +22,7 @@ from maxdiffusion.training.data import Batches, Order
 from maxdiffusion.training.export import NewPart, export_model
 from maxdiffusion.training.latent_cache import CaptionedClips
 from maxdiffusion.training.loop import Loop, LoopPlan
-from maxdiffusion.training.metrics import MetricsWriter
+from maxdiffusion.training.metrics import Work
 from maxdiffusion.training.parts import Part, Values
 from maxdiffusion.training.sources import as_signed
 from maxdiffusion.training.state import TrainState, first_state, place_values
@@ -80,7 +80,7 @@ def run(
         state = restored.state
         batches.seek(restored.data)
         say(f"continuing after step {int(state.step)} from {checkpoints.folder}")
-    metrics = MetricsWriter(Path(config.metrics_file) if config.metrics_file else None)
+    metrics = metrics_writer(config, Work())
     metrics.start(int(state.step))
     plan = LoopPlan(
         steps=config.max_train_steps,

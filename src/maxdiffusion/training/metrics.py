@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from tensorboardX import SummaryWriter
 
 from maxdiffusion.training.flow_matching import BucketLosses
 
@@ -50,33 +52,49 @@ class Work:
     tflops_per_device: float = 0.0
 
 
-@dataclass
 class MetricsWriter:
-    """Appends a JSON line for every step; lines of steps that are trained again are dropped."""
+    """Writes every step as a line of JSON and to TensorBoard, each if it has a place.
 
-    path: Path | None
-    work: Work = field(default_factory=Work)
-    _file: IO[str] | None = None
+    Lines of steps that are trained again are dropped.
+    """
+
+    def __init__(
+        self, path: Path | None, *, work: Work | None = None, tensorboard: Path | None = None
+    ):
+        self._path = path
+        self._work = work or Work()
+        self._tensorboard = tensorboard
+        self._file: IO[str] | None = None
+        self._board: SummaryWriter | None = None
 
     def start(self, finished: int) -> None:
-        """Opens the file for a run that has `finished` steps behind it."""
-        if self.path is None:
+        """Opens both for a run that has `finished` steps behind it."""
+        if self._tensorboard is not None:
+            self._board = SummaryWriter(str(self._tensorboard), purge_step=finished + 1)
+        if self._path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(self.path) if line["step"] <= finished]
-        self._file = self.path.open("w", encoding="utf-8")
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in _lines(self._path) if line["step"] <= finished]
+        self._file = self._path.open("w", encoding="utf-8")
         for line in kept:
             self._write(line)
 
     def __call__(self, figures: Figures) -> None:
-        """Writes the line of one step."""
+        """Writes one step."""
+        line = figures.as_json(self._work)
         if self._file is not None:
-            self._write(figures.as_json(self.work))
+            self._write(line)
+        if self._board is not None:
+            for name, value in line.items():
+                if "/" in name:
+                    self._board.add_scalar(name, value, figures.step)
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes both."""
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def _write(self, line: Mapping[str, Any]) -> None:
         assert self._file is not None

@@ -88,5 +88,6 @@ KEYS = (
     ),
     trains("keep_checkpoints", Integer(minimum=1), 2, "Checkpoints that are kept."),
     trains("sample_every", Integer(minimum=0), 0, "Steps between sample videos; 0 = none."),
+    trains("tensorboard_dir", Text(), "", "Folder for TensorBoard; empty = none."),
     trains("export_dir", Text(), "", "Folder that the trained model is written to; empty = none."),
 )
