@@ -60,7 +60,7 @@ KEYS = (
     used(
         "use_experimental_scheduler",
         Boolean(),
-        True,
+        False,
         "Compile our kernels with the LP instruction scheduler of the TPU compiler.",
     ),
     unused("mask_padding_tokens", Boolean(), True, "Mask padded tokens; always done, it is exact."),
