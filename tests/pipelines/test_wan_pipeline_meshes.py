@@ -56,7 +56,6 @@ def latents(on_one_device: WanPipeline) -> np.ndarray:
         (MeshShape(fsdp=8), "dot_product"),
         (MeshShape(tensor=2), "dot_product"),
         (MeshShape(ulysses=4, fsdp=2), "ulysses"),
-        (MeshShape(data=2, ring=2, ulysses=2), "ulysses_ring_custom"),
         (MeshShape(ring=4, tensor=2), "flash"),
     ],
     ids=lambda value: value if isinstance(value, str) else "x".join(map(str, value.sizes)),
