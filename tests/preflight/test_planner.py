@@ -10,7 +10,7 @@ from maxdiffusion.attention import AttentionProblem, UnsupportedAttention
 from maxdiffusion.models.wan import WanTransformerConfig
 from maxdiffusion.preflight.estimate import SHARES, Shares
 from maxdiffusion.preflight.flops import forward_flops, step_bounds
-from maxdiffusion.preflight.planner import Task, choices, choose, explain
+from maxdiffusion.preflight.planner import TIE, Task, choices, choose, explain
 from maxdiffusion.preflight.topology import read_topology
 
 A14B = WanTransformerConfig()
@@ -60,7 +60,7 @@ PINNED = {
     ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 4),
     ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2),
     ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2),
-    ("v6e:2x4", 4): ("ulysses_custom", 4, 1),
+    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4),
     ("v6e:4x4", 8): ("ulysses_custom", 8, 1),
     ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2),
     ("v6e:8x8", 32): ("ulysses_ring_custom", 16, 2),
@@ -77,7 +77,8 @@ def test_the_choice(slice_and_context, expected):
 def test_the_choice_is_the_quickest_of_all_that_can_run():
     found = choices(task("tpu7x:2x2x1"), data=2, context=4)
     totals = [choice.estimate.total for choice in found]
-    assert totals == sorted(totals)
+    assert totals[0] <= TIE * min(totals)
+    assert totals[1:] == sorted(totals[1:])
     splits = {(choice.shape.ulysses, choice.shape.ring) for choice in found}
     assert splits == {(1, 4), (2, 2), (4, 1)}
 
@@ -107,4 +108,3 @@ def test_the_explanation_names_the_runner_up():
     words = explain(choices(task("tpu7x:2x2x1"), data=2, context=4))
     assert words.startswith("attention auto: ulysses_ring_custom with ulysses 2 x ring 2: 2.")
     assert "Next is ulysses_" in words
-    assert "% slower" in words

@@ -78,14 +78,15 @@ def test_weights_count_once_and_split_weights_by_their_part():
     assert alone / 2 <= state_bytes(split.models.transformer.on(split.mesh)) < 0.7 * alone
 
 
-def test_the_peak_is_all_weights_and_what_a_program_adds():
-    made = workshop()
-    weights = state_bytes(made.models.transformer.on(made.mesh))
-    memory = Memory(arguments=weights + 10, outputs=5, temporaries=1000, code=1)
-    step = CompiledProgram(name="denoise_step", text="", memory=memory, flops=0, seconds=0)
-    small = Memory(arguments=3, outputs=0, temporaries=0, code=0)
-    start = CompiledProgram(name="start", text="", memory=small, flops=0, seconds=0)
-    found = residence(made, (step, start))
-    assert found.peak == sum(found.weights.values()) + 10 + 5 + 1000 + 1
+def compiled(name, *, outputs=0, temporaries=0):
+    memory = Memory(arguments=7, outputs=outputs, temporaries=temporaries, code=1)
+    return CompiledProgram(name=name, text="", memory=memory, flops=0, seconds=0)
+
+
+def test_the_peak_is_all_weights_what_is_kept_and_what_a_program_adds():
+    step = compiled("denoise_step", outputs=5, temporaries=1000)
+    found = residence(workshop(), (step, compiled("read_text", outputs=30), compiled("start")))
+    assert found.kept == 2 * 30  # of both experts
+    assert found.peak == sum(found.weights.values()) + 60 + 5 + 1000 + 1
     assert found.peak_program == "denoise_step"
     assert set(found.weights) == {"transformer", "transformer_2", "vae", "text_encoder"}

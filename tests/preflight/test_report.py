@@ -59,7 +59,9 @@ def report():
         mesh=MESH,
         attention="ulysses_ring_custom",
         programs=(step,),
-        residence=Residence(weights={"vae": 2**20}, peak=memory.peak, peak_program=step.name),
+        residence=Residence(
+            weights={"vae": 2**20}, kept=1, peak=memory.peak, peak_program=step.name
+        ),
         kernels=(KERNEL,),
         cycles=cycles,
         collectives=collectives,

@@ -14,9 +14,10 @@ from maxdiffusion.preflight.programs import CompiledProgram
 
 @dataclass(frozen=True, kw_only=True)
 class Residence:
-    """Bytes on one device: weights by part, and the peak with the program that reaches it."""
+    """Bytes on one device: weights by part, what is kept between steps, and the peak of a run."""
 
     weights: Mapping[str, int]
+    kept: int
     peak: int
     peak_program: str
 
@@ -24,38 +25,34 @@ class Residence:
         """Everything by name."""
         return {
             "weights": dict(self.weights),
+            "kept_between_steps": self.kept,
             "peak_bytes": self.peak,
             "peak_program": self.peak_program,
         }
 
 
-# Which weights are among a program's arguments.
-_READS = {
-    "denoise_step": "transformer",
-    "read_text": "transformer",
-    "decode": "vae",
-    "text_encoder": "text_encoder",
-    "start": "",
-}
-
-
 def residence(workshop: Workshop, programs: Sequence[CompiledProgram]) -> Residence:
-    """The HBM of a run that keeps all weights on the devices, as a pipeline does."""
+    """The HBM of a run that keeps all weights on the devices, as a pipeline does.
+
+    A program's arguments are not added: they are weights, of which the compiler lists only those
+    that it reads, or what other programs leave for every step (text keys and values of each expert,
+    the sampler's state), which is added once.
+    """
     models, mesh = workshop.models, workshop.mesh
-    one = {
-        "transformer": state_bytes(models.transformer.on(mesh)),
+    transformer = state_bytes(models.transformer.on(mesh))
+    weights = {
+        **dict.fromkeys(workshop.spec.experts, transformer),
         "vae": state_bytes(models.vae.on(mesh)),
         "text_encoder": state_bytes(models.text_encoder.on(mesh)),
     }
-    experts = dict.fromkeys(workshop.spec.experts, one["transformer"])
-    weights = {**experts, "vae": one["vae"], "text_encoder": one["text_encoder"]}
-    resident = sum(weights.values())
+    results = {program.name: program.memory.outputs for program in programs}
+    kept = len(workshop.spec.experts) * results.get("read_text", 0) + results.get("start", 0)
     peaks = {
-        program.name: resident + program.memory.peak - one.get(_READS[program.name], 0)
+        program.name: sum(weights.values()) + kept + program.memory.beside_arguments
         for program in programs
     }
     largest = max(peaks, key=lambda name: peaks[name])
-    return Residence(weights=weights, peak=peaks[largest], peak_program=largest)
+    return Residence(weights=weights, kept=kept, peak=peaks[largest], peak_program=largest)
 
 
 def state_bytes(state: nnx.State) -> int:

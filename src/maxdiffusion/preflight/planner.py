@@ -21,6 +21,9 @@ from maxdiffusion.preflight.topology import Topology
 # All exact for every head; fixed-m is left to who asks for it, since its gain depends on norms.
 NAMES = ("ulysses_custom", "ulysses_ring_custom", "ulysses_ring_custom_bidir")
 
+# Estimates that are closer than this are a tie: the model is not more exact.
+TIE = 1.03
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
@@ -56,9 +59,9 @@ class Choice:
 
 
 def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int = 1) -> list[Choice]:
-    """Every attention that can run on a mesh of these sizes, the quickest first.
+    """Every attention that can run on a mesh of these sizes, the best first, then by estimate.
 
-    Of equals, the one with fewer ring hops stands first.
+    Best is the one with the fewest ring hops among those that the estimate cannot tell apart.
     """
     shapes = [
         MeshShape(data=data, fsdp=fsdp, ring=context // ulysses, ulysses=ulysses, tensor=tensor)
@@ -66,7 +69,12 @@ def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int =
         if context % ulysses == 0
     ]
     found = [choice for shape in shapes for choice in _of_split(task, shape)]
-    return sorted(found, key=lambda choice: (round(choice.estimate.total, 4), choice.shape.ring))
+    if not found:
+        return []
+    found.sort(key=lambda choice: (round(choice.estimate.total, 4), choice.shape.ring))
+    near = [c for c in found if c.estimate.total <= TIE * found[0].estimate.total]
+    best = min(near, key=lambda choice: choice.shape.ring)
+    return [best, *(choice for choice in found if choice is not best)]
 
 
 def choose(task: Task, *, data: int, context: int) -> Choice:
@@ -84,7 +92,7 @@ def explain(found: Sequence[Choice]) -> str:
     words = f"attention auto: {best.describe()}"
     if rest:
         slower = rest[0].estimate.total / best.estimate.total - 1
-        words += f". Next is {rest[0].describe()}, {slower:.1%} slower"
+        words += f". Next is {rest[0].describe()}, {slower:+.1%}"
     return words + ". These are estimates; preflight_wan compiles."
 
 

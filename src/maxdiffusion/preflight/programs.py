@@ -28,7 +28,12 @@ class Memory:
     @property
     def peak(self) -> int:
         """Everything at once; results that take the place of arguments count once."""
-        return self.arguments + self.outputs + self.temporaries + self.code
+        return self.arguments + self.beside_arguments
+
+    @property
+    def beside_arguments(self) -> int:
+        """What the program needs beside its arguments."""
+        return self.outputs + self.temporaries + self.code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -125,6 +125,7 @@ class Report:
             f"HBM: {residence.peak / GIB:.2f} of {has / GIB:.0f} GiB at the peak "
             f"({residence.peak_program})" + ("" if residence.peak <= has else ": DOES NOT FIT"),
             *(f"  {size / GIB:8.2f} GiB  weights of {n}" for n, size in residence.weights.items()),
+            f"  {residence.kept / GIB:8.2f} GiB  text keys and values, sampler state",
         ]
         for program in self.programs:
             memory = program.memory
