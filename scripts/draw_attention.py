@@ -84,8 +84,7 @@ def panels() -> list[Panel]:
         ),
         Panel(
             title="both ways (bidir)",
-            caption="two opposite streams; nothing crosses the ends, and only what is still needed "
-            "moves",
+            caption="two opposite streams, and nothing crosses the ends",
             before=own,
             under=own,
             links=up + down,
