@@ -9,4 +9,5 @@ if [ $# -eq 0 ]; then
   .venv/bin/ruff format --check .
   .venv/bin/mypy
 fi
-MAXDIFFUSION_REQUIRE_PARITY=1 .venv/bin/python -m pytest "$@"
+# Two processes, a file of tests each: compiling uses one core, and files share what they compile.
+MAXDIFFUSION_REQUIRE_PARITY=1 .venv/bin/python -m pytest -n 2 --dist loadfile "$@"
