@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh ""
-.venv/bin/python -m maxdiffusion.generate_wan configs/wan_tiny.yml "$@"
+JAX_PLATFORMS=cpu .venv/bin/python -m maxdiffusion.generate_wan configs/wan_tiny.yml "$@"

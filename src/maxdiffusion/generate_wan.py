@@ -3,8 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.commands.entry import run_command
+from maxdiffusion.config.loading import Reading
 
 USAGE = """usage: python -m maxdiffusion.generate_wan CONFIG.yml [key=value ...]
 
@@ -15,38 +15,17 @@ USAGE = """usage: python -m maxdiffusion.generate_wan CONFIG.yml [key=value ...]
 
 docs/configuration.md lists all keys."""
 
-STOPPED = 1
-BAD_INPUT = 2
-
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else BAD_INPUT
-    try:
-        reading = read_config(arguments)
-        if reading.config.print_config and not reading.problems:
-            print(reading.config.describe())
-            return 0
-        # Jax is slow to import, and a config that cannot be read does not need it.
-        from maxdiffusion.commands.generate import generate
-
-        generate(reading)
-    except ProblemsFound as error:
-        print(report(error), file=sys.stderr)
-        return BAD_INPUT
-    except RunFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return STOPPED
-    return 0
+    return run_command(arguments, usage=USAGE, work=work)
 
 
-def report(error: ProblemsFound) -> str:
-    """All problems, a line each."""
-    count = len(error.problems)
-    title = "1 problem" if count == 1 else f"{count} problems"
-    return "\n".join([f"{title}, nothing was run:", *(f"  {line}" for line in error.problems)])
+def work(reading: Reading, arguments: Sequence[str]) -> None:
+    """Makes the videos of a config."""
+    from maxdiffusion.commands.generate import generate
+
+    generate(reading)
 
 
 if __name__ == "__main__":

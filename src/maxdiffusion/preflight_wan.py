@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Sequence
 
-from maxdiffusion.config.loading import Reading, read_config
-from maxdiffusion.generate_wan import BAD_INPUT, STOPPED, report
+from maxdiffusion.commands.entry import run_command
+from maxdiffusion.config.loading import Reading
 from maxdiffusion.preflight.topology import (
     Topology,
     check_libtpu,
     prepare_environment,
     read_topology,
 )
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.runtime.problems import ProblemsFound
 
 USAGE = """usage: python -m maxdiffusion.preflight_wan CONFIG.yml topology=NAME [key=value ...]
 
@@ -27,27 +27,12 @@ docs/preflight.md explains the report, docs/configuration.md lists all keys."""
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else BAD_INPUT
-    try:
-        reading = read_config(arguments)
-        topology = topology_of(reading)
-        check_libtpu()
-        # What libtpu and jax read when they start has to be there before they are imported.
-        prepare_environment(topology)
-        run(reading, arguments)
-    except ProblemsFound as error:
-        print(report(error), file=sys.stderr)
-        return BAD_INPUT
-    except RunFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return STOPPED
-    return 0
+    return run_command(arguments, usage=USAGE, work=work)
 
 
-def run(reading: Reading, arguments: Sequence[str]) -> None:
+def work(reading: Reading, arguments: Sequence[str]) -> None:
     """Reports on one job, ranks several attentions, or shows how the cost grows with devices."""
+    start_without_tpu(reading)
     from maxdiffusion.commands import preflight, preflight_ranking
 
     if reading.config.compare:
@@ -56,6 +41,13 @@ def run(reading: Reading, arguments: Sequence[str]) -> None:
         preflight_ranking.scan(reading)
     if not (reading.config.compare or reading.config.scan_cp):
         preflight.preflight(reading, arguments)
+
+
+def start_without_tpu(reading: Reading) -> None:
+    """Sets what libtpu and jax read when they are imported; call it before they are."""
+    topology = topology_of(reading)
+    check_libtpu()
+    prepare_environment(topology)
 
 
 def topology_of(reading: Reading) -> Topology:

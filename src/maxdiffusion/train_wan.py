@@ -3,9 +3,8 @@
 import sys
 from collections.abc import Sequence
 
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.generate_wan import BAD_INPUT, STOPPED, report
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.commands.entry import run_command
+from maxdiffusion.config.loading import Reading
 
 USAGE = """usage: python -m maxdiffusion.train_wan CONFIG.yml [key=value ...]
 
@@ -17,25 +16,14 @@ The same command continues a run that was cut short. docs/training.md says more.
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else BAD_INPUT
-    try:
-        reading = read_config(arguments)
-        if reading.config.print_config and not reading.problems:
-            print(reading.config.describe())
-            return 0
-        # Jax is slow to import, and a config that cannot be read does not need it.
-        from maxdiffusion.commands.train import train
+    return run_command(arguments, usage=USAGE, work=work)
 
-        train(reading)
-    except ProblemsFound as error:
-        print(report(error), file=sys.stderr)
-        return BAD_INPUT
-    except RunFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return STOPPED
-    return 0
+
+def work(reading: Reading, arguments: Sequence[str]) -> None:
+    """Trains the transformers of a config."""
+    from maxdiffusion.commands.train import train
+
+    train(reading)
 
 
 if __name__ == "__main__":

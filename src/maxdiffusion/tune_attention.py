@@ -3,11 +3,9 @@
 import sys
 from collections.abc import Sequence
 
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.generate_wan import BAD_INPUT, STOPPED, report
-from maxdiffusion.preflight.topology import check_libtpu, prepare_environment
-from maxdiffusion.preflight_wan import topology_of
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.commands.entry import run_command
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.preflight_wan import start_without_tpu
 
 USAGE = """usage: python -m maxdiffusion.tune_attention CONFIG.yml topology=NAME [key=value ...]
 
@@ -18,25 +16,15 @@ USAGE = """usage: python -m maxdiffusion.tune_attention CONFIG.yml topology=NAME
 
 def main(arguments: Sequence[str]) -> int:
     """Runs the command; returns its exit code."""
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0 if arguments else BAD_INPUT
-    try:
-        reading = read_config(arguments)
-        topology = topology_of(reading)
-        check_libtpu()
-        # What libtpu and jax read when they start has to be there before they are imported.
-        prepare_environment(topology)
-        from maxdiffusion.commands.tune_attention import tune
+    return run_command(arguments, usage=USAGE, work=work)
 
-        tune(reading, arguments)
-    except ProblemsFound as error:
-        print(report(error), file=sys.stderr)
-        return BAD_INPUT
-    except RunFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return STOPPED
-    return 0
+
+def work(reading: Reading, arguments: Sequence[str]) -> None:
+    """Ranks the tiles of the config's attention."""
+    start_without_tpu(reading)
+    from maxdiffusion.commands.tune_attention import tune
+
+    tune(reading, arguments)
 
 
 if __name__ == "__main__":
