@@ -13,7 +13,7 @@ KEYS = (
         "Transformer weights; norms, embedders and modulation tables stay float32.",
     ),
     used("activations_dtype", DTYPES, "bfloat16", "What the transformer computes in."),
-    used("text_encoder_dtype", DTYPES, "float32", "Weights and arithmetic of UMT5."),
+    used("text_encoder_dtype", DTYPES, "bfloat16", "Weights and arithmetic of UMT5."),
     used("vae_weights_dtype", DTYPES, "float32", "Weights of the VAE."),
     used("vae_dtype", DTYPES, "float32", "What the VAE computes in."),
     refused(
