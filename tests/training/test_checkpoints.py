@@ -31,7 +31,9 @@ def process(folder, seconds=0.0):
     command = [sys.executable, toy_run.__file__, str(folder), str(STEPS), str(seconds)]
     # The same compiler settings as in this process, so that bits can be compared.
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=environment, stderr=subprocess.DEVNULL
+    )
 
 
 def end_process_at(folder, step, how):
@@ -86,11 +88,14 @@ def test_a_damaged_newest_gives_way_to_the_one_before(whole, tmp_path, damage):
     toy_run.run(tmp_path, 9)
     assert Checkpoints(tmp_path).steps == (4, 8, 9)
     damage(largest_file(tmp_path / "9" / "state"))
-    state, said = toy_run.run(tmp_path, STEPS)
-    assert "checkpoint of step 9 is damaged" in said[0]
-    assert "continuing from step 8" in said[0]
+    # In a process of its own: orbax leaves reads of damaged files behind that fail at any later
+    # moment, in threads of their own.
+    with process(tmp_path) as again:
+        last = json.loads(again.stdout.read().splitlines()[-1])
+    assert "checkpoint of step 9 is damaged" in last["said"][0]
+    assert "continuing from step 8" in last["said"][0]
     assert (tmp_path / "damaged-9").is_dir()
-    assert toy_run.summary(state) == whole
+    assert last["end"] == whole
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good(tmp_path):

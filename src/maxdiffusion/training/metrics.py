@@ -1,6 +1,7 @@
 """Figures of a run: a line of JSON for every step, TensorBoard, and words for a person."""
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,7 +71,12 @@ class MetricsWriter:
     def start(self, finished: int) -> None:
         """Opens both for a run that has `finished` steps behind it."""
         if self._tensorboard is not None:
-            self._board = SummaryWriter(str(self._tensorboard), purge_step=finished + 1)
+            # The library names files by the second, and a run continued at once would write over.
+            self._board = SummaryWriter(
+                str(self._tensorboard),
+                purge_step=finished + 1,
+                filename_suffix=f".{time.time_ns()}",
+            )
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
