@@ -31,9 +31,7 @@ def process(folder, seconds=0.0):
     command = [sys.executable, toy_run.__file__, str(folder), str(STEPS), str(seconds)]
     # The same compiler settings as in this process, so that bits can be compared.
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=environment, stderr=subprocess.DEVNULL
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def end_process_at(folder, step, how):
