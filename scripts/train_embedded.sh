@@ -44,10 +44,12 @@ from maxdiffusion.weights.folder import locate
 write_blank_model(locate("embedded")[0], Path(sys.argv[1]), seed=0)
 PYTHON
 fi
-stage pictures train_wan_vae blank num_frames=1 global_batch_size=16 max_train_steps=800 \
-  synthetic_clips=65536
-stage clips train_wan_vae pictures num_frames=9 global_batch_size=4 max_train_steps=1500 \
-  synthetic_clips=65536 learning_rate=1e-3
+stage pictures train_wan_vae blank num_frames=1 synthetic_window=32 global_batch_size=32 \
+  max_train_steps=1500
+stage windows train_wan_vae pictures num_frames=9 synthetic_window=32 global_batch_size=8 \
+  max_train_steps=1200
+stage clips train_wan_vae windows num_frames=9 global_batch_size=4 max_train_steps=300 \
+  learning_rate=5e-4
 .venv/bin/python scripts/score_embedded.py "$work/clips" --autoencoder
 stage shared train_wan clips train_experts=shared max_train_steps=5000 sample_every=1000
 stage model train_wan shared train_experts=both max_train_steps=4000 sample_every=1000 \

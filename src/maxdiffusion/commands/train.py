@@ -83,6 +83,11 @@ def check(config: Config, earlier: list[Problem]) -> None:
             rule = "training needs a folder of its own"
             remedy = f"Set {name}=FOLDER"
             problems.append(Problem(name=name, value="", rule=rule, remedy=remedy))
+    if config.synthetic_window:
+        rule = "windows are for the autoencoder: experts train on whole clips"
+        remedy = "Use synthetic_window=0"
+        value = config.synthetic_window
+        problems.append(Problem(name="synthetic_window", value=value, rule=rule, remedy=remedy))
     if config.export_dir and Path(config.export_dir).expanduser() == Path(
         config.pretrained_model_name_or_path
     ):

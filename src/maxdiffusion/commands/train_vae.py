@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.train import metrics_writer, reporter, vae_of
-from maxdiffusion.commands.training_settings import clips, optimiser, training_mesh
+from maxdiffusion.commands.training_settings import optimiser, training_mesh, windows
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
@@ -45,7 +45,7 @@ def train_vae(reading: Reading) -> None:
     _, values = vae_of(folder, spec)
     values = place_values(values, training.part, training.mesh)
     state = first_state({VAE: values}, training.optimiser, seed=config.seed, mesh=training.mesh)
-    captioned = clips(config)
+    captioned = windows(config)
     order = Order(batch=config.global_batch_size or 8, seed=config.seed)
     batches = Batches(captioned, order)
     checkpoints = Checkpoints(Path(config.checkpoint_dir), keep=config.keep_checkpoints, say=say)

@@ -1,6 +1,7 @@
 """From the keys of a config to the values that a training is built from."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,21 @@ def experts(config: Config, spec: WanSpec) -> ExpertSchedule:
         boundary=None if one else config.boundary_ratio,
         trained=trained,
     )
+
+
+def windows(config: Config) -> CaptionedClips:
+    """The clips that an autoencoder trains on: those of the config, or a window of each."""
+    whole = clips(config)
+    if not config.synthetic_window:
+        return whole
+    wrong = not isinstance(whole, SyntheticClips) or config.synthetic_window > config.height
+    if wrong or config.synthetic_window % 16:
+        rule = f"must be 0, or for synthetic clips a multiple of 16 up to height={config.height}"
+        name, remedy = "synthetic_window", "Use synthetic_window=0"
+        value = config.synthetic_window
+        raise ProblemsFound([Problem(name=name, value=value, rule=rule, remedy=remedy)])
+    assert isinstance(whole, SyntheticClips)
+    return replace(whole, window=config.synthetic_window)
 
 
 def clips(config: Config) -> CaptionedClips:

@@ -18,7 +18,7 @@ from maxdiffusion.weights.transformer_map import transformer_map
 from maxdiffusion.weights.umt5_map import umt5_map
 from maxdiffusion.weights.vae_map import vae_map
 
-LATENT_CHANNELS = 8
+LATENT_CHANNELS = 16
 TEXT_WIDTH = 64
 WORD_START = "▁"
 _SIGNS = "".join(map(chr, range(33, 127)))

@@ -10,24 +10,43 @@ from maxdiffusion.training.data import Sample
 
 @dataclass(frozen=True, kw_only=True)
 class SyntheticClips:
-    """The first `count` clips of a stream of moving shapes."""
+    """The first `count` clips of a stream of moving shapes.
+
+    With a `window` only that many pixels square around a shape are shown: most of a clip is plain
+    background, which an autoencoder learns at once.
+    """
 
     clip: ClipFormat
     count: int
     seed: int = 0
     pool: Pool = Pool.TRAINED
+    window: int | None = None
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"count={self.count}: must be at least 1")
+        size = self.clip.size
+        if self.window is not None and (not 16 <= self.window <= size or self.window % 16):
+            raise ValueError(f"window={self.window}: must be a multiple of 16 up to {size}")
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> Sample:
         """The frames of a clip, as bytes."""
-        clip = self.clip
-        return {"video": render(self.scene(index), frames=clip.frames, size=clip.size)}
+        clip, scene = self.clip, self.scene(index)
+        video = render(scene, frames=clip.frames, size=clip.size)
+        return {"video": video if self.window is None else self._cut(video, scene, index)}
+
+    def _cut(self, video: np.ndarray, scene: Scene, index: int) -> np.ndarray:
+        """The window near one of the shapes."""
+        assert self.window is not None
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, index, 3))))
+        shape = scene.objects[int(rng.integers(len(scene.objects)))]
+        middle = np.array([shape.row, shape.column]) + rng.uniform(-0.3, 0.3, 2) * self.window
+        corner = np.rint(middle - self.window / 2).astype(int)
+        row, column = np.clip(corner, 0, self.clip.size - self.window)
+        return video[:, row : row + self.window, column : column + self.window]
 
     def scene(self, index: int) -> Scene:
         """What a clip shows."""
@@ -48,6 +67,7 @@ class SyntheticClips:
             "frames": clip.frames,
             "size": clip.size,
             "pair_share": clip.pair_share,
+            "window": self.window,
         }
 
 

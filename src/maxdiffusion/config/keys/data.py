@@ -44,4 +44,10 @@ KEYS = (
         0.0,
         "Share of synthetic clips that show two shapes.",
     ),
+    trains(
+        "synthetic_window",
+        Integer(minimum=16, special=(0,)),
+        0,
+        "Pixels of the square around a shape that the autoencoder trains on; 0 = whole clips.",
+    ),
 )
