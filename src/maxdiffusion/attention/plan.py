@@ -48,6 +48,11 @@ class AttentionPlan:
         """The same for keys."""
         return self.geometry.padded_kv_len
 
+    @property
+    def fixed_m(self) -> bool:
+        """Whether heads may use a fixed bound in place of their running maximum."""
+        return self.kernel.softmax == "fixed-m"
+
     def __call__(
         self,
         q: Float[Array, "B S N H"],

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from maxdiffusion import __version__
+from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
 from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
@@ -27,7 +28,9 @@ def generate(reading: Reading) -> None:
     """Makes the videos of a config; raises ProblemsFound before anything costly is done."""
     use_cache(reading.config)
     preparation = prepare(reading)
-    say(start_up_plan(preparation))
+    plans = preparation.workshop.attention(preparation.shape)
+    report = FastHeadReport(preparation.config, plans.self_attention)
+    say("\n".join([start_up_plan(preparation), *report.notes()]))
     timings = Timings()
     pipeline = load(preparation, timings)
     videos = list_videos(preparation.config, preparation.job)
@@ -35,12 +38,14 @@ def generate(reading: Reading) -> None:
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
         pipeline.compile(request(preparation, groups[0]), as_bytes, other_prompts=prompts)
+        report.compile(pipeline, request(preparation, groups[0]))
     for group in groups:
-        frames = make(pipeline, request(preparation, group), timings)
+        frames = make(pipeline, request(preparation, group), timings, report)
         write(preparation.config, group, frames)
-    say(timings.summary())
+    say("\n".join([*report.lines(), timings.summary()]))
     if preparation.config.timing_file and jax.process_index() == 0:
-        timings.write(Path(preparation.config.timing_file), run_details(preparation))
+        details = run_details(preparation) | {"fast_heads": report.as_json()}
+        timings.write(Path(preparation.config.timing_file), details)
 
 
 def use_cache(config: Config) -> None:
@@ -107,25 +112,30 @@ def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:
     )
 
 
-def make(pipeline: WanPipeline, request: Request, timings: Timings) -> list[np.ndarray]:
+def make(
+    pipeline: WanPipeline, request: Request, timings: Timings, report: FastHeadReport
+) -> list[np.ndarray]:
     """The frames of every video of a request, as bytes."""
     with timings.stage(Stage.INFERENCE):
         with timings.stage(Stage.CONDITIONING):
             experts = pipeline.condition(request)
         with timings.stage(Stage.DENOISE):
-            latents = denoise(pipeline, request, experts, timings)
+            watch = report.watch(pipeline, request, experts)
+            latents = denoise(pipeline, request, experts, timings, watch)
         with timings.stage(Stage.VAE_DECODE):
             return decode_all(pipeline, request, latents, timings)
 
 
 def denoise(
-    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings
+    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings, watch: Watch
 ) -> np.ndarray:
-    """The finished latents of every video, on the host."""
+    """The finished latents of every video, on the host; `watch` sees what each step starts from."""
+    watch(0, pipeline.first_latents(request))
     with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
         for latents, step in pipeline.denoise(request, experts):
             timings.add_step(step)
             advance()
+            watch(step.index + 1, latents)
             finished = latents
     return np.asarray(finished)
 

@@ -1,9 +1,10 @@
 """The programs of a generation, made from shapes alone: no weight is needed to compile them.
 
 read_text      text embeddings -> keys and values for every layer    once per prompt and expert
-    start          noise -> the sampler's first state                   once per batch
+start          noise -> the sampler's first state                    once per batch
 denoise_step   one step of the loop                                  every step
 decode         latents -> frames                                     once per video
+fast_heads     latents -> heads on fixed-m softmax's fast path       only where it is asked for
 """
 
 from collections.abc import Callable
@@ -146,6 +147,24 @@ class Workshop:
             self._abstract_text(shape),
             self._abstract_state(shape, sampler),
             jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
+        )
+
+    def lower_fast_heads(self, shape: ProgramShape) -> jax.stages.Lowered:
+        """The program that counts, layer by layer, the heads that pass the gate of fixed-m."""
+        graph, dtype = self.models.transformer.graph, self.settings.precision.activations
+        planned = {"attention": self.attention(shape), "layout": self.layout}
+
+        def fast_heads(weights: nnx.State, text: Any, sample: Array, timestep: Array) -> Array:
+            batch = shape.guidance.model_batch(sample.astype(dtype))
+            timesteps = jnp.full((batch.shape[0],), timestep, jnp.float32)
+            return nnx.merge(graph, weights).fast_heads(batch, timesteps, text, **planned)
+
+        return self._lower(
+            jax.jit(fast_heads, out_shardings=self.everywhere),
+            self.models.transformer.on(self.mesh),
+            self._abstract_text(shape),
+            self._latents(shape),
+            self._replicated((), jnp.float32),
         )
 
     def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:

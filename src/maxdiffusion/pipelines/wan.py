@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.pipelines.denoise import Expert, Experts, denoise
+from maxdiffusion.pipelines.fast_heads import FastHeads
 from maxdiffusion.pipelines.loading import WanParameters, load_wan_parameters
 from maxdiffusion.pipelines.noise import initial_noise
 from maxdiffusion.pipelines.programs import (
@@ -191,13 +192,42 @@ class WanPipeline:
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
         """Yields the latents after every step, which live until the next one, and its time."""
         shape = self.shape(request)
-        latents = request.latents
-        if latents is None:
-            latents = initial_noise(request.seeds, shape.latent)
-        first = self._start(shape, request)(self._everywhere(latents))
+        first = self._start(shape, request)(self.first_latents(request))
         step = self._step(shape, request)
         for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
             yield state.sample, time
+
+    def first_latents(self, request: Request) -> Float[Array, "B F Y X C"]:
+        """What denoising starts from: the latents of the request, or the noise of its seeds."""
+        latents = request.latents
+        if latents is None:
+            latents = initial_noise(request.seeds, self.shape(request).latent)
+        return self._everywhere(latents)
+
+    def fast_heads(
+        self, request: Request, experts: Experts, latents: Float[Array, "B F Y X C"], step: int
+    ) -> FastHeads:
+        """How many heads fixed-m softmax serves in the step that starts from `latents`.
+
+        A forward of its own, in a program of its own: the step itself counts nothing.
+        """
+        shape = self.shape(request)
+        timestep = float(request.sampler.timesteps[step])
+        expert = experts.at(timestep)
+        count = self.compile_fast_heads(request)
+        now = self._everywhere(np.float32(timestep))
+        counts = np.asarray(count(expert.weights, expert.text, latents, now))
+        return FastHeads(
+            step=step,
+            expert=expert.name,
+            pairs=shape.model_batch * self.workshop.spec.transformer.heads,
+            of_layers=tuple(counts.tolist()),
+        )
+
+    def compile_fast_heads(self, request: Request) -> Callable[..., Any]:
+        """The program of `fast_heads`, compiled if it was not yet."""
+        shape = self.shape(request)
+        return self._program(("fast_heads", shape), lambda: self.workshop.lower_fast_heads(shape))
 
     def decode(
         self,

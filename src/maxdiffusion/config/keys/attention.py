@@ -63,6 +63,12 @@ KEYS = (
         False,
         "Compile our kernels with the LP instruction scheduler of the TPU compiler.",
     ),
+    used(
+        "report_fast_heads",
+        Boolean(),
+        False,
+        "Count the heads on fixed-m softmax's fast path at the first and last step, and print it.",
+    ),
     unused("mask_padding_tokens", Boolean(), True, "Mask padded tokens; always done, it is exact."),
     unused(
         "attention_sharding_uniform",

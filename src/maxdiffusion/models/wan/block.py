@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
 from maxdiffusion.mesh import ActivationLayout
@@ -86,10 +86,16 @@ class SelfAttention(Projections):
         attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
+        queries, keys, values = self.rotated(x, step, layout)
+        return self.output(pin_heads(attention(queries, keys, values), layout))
+
+    def rotated(
+        self, x: Float[Array, "B S D"], step: StepContext, layout: ActivationLayout
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N H"], Float[Array, "B S N H"]]:
+        """Queries and keys, turned by their positions, and values."""
         queries = pin_heads(rotate(self.queries(x), step.cosines, step.sines), layout)
         keys = pin_heads(rotate(self.keys(x), step.cosines, step.sines), layout)
-        values = pin_heads(self.values(x), layout)
-        return self.output(pin_heads(attention(queries, keys, values), layout))
+        return queries, keys, pin_heads(self.values(x), layout)
 
 
 class CrossAttention(Projections):
@@ -152,8 +158,7 @@ class WanBlock(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        modulation = self.scale_shift_table[...] + step.modulation.astype(jnp.float32)
-        shift, scale, gate, shift_2, scale_2, gate_2 = jnp.unstack(modulation, axis=1)
+        shift, scale, gate, shift_2, scale_2, gate_2 = self.modulations(step)
         with jax.named_scope("self_attention"):
             moved = modulate(x, shift, scale, eps=self.eps)
             seen = self.attn1(moved, step, attention=attention.self_attention, layout=layout)
@@ -165,6 +170,24 @@ class WanBlock(nnx.Module):
         with jax.named_scope("ffn"):
             moved = modulate(x, shift_2, scale_2, eps=self.eps)
             return pin_tokens(gated_sum(x, self.ffn(moved, layout=layout), gate_2), layout)
+
+    def modulations(self, step: StepContext) -> tuple[Float[Array, "B D"], ...]:
+        """Shift, scale and gate of self-attention, then of the feed-forward."""
+        modulation = self.scale_shift_table[...] + step.modulation.astype(jnp.float32)
+        return jnp.unstack(modulation, axis=1)
+
+    def fast_heads(
+        self,
+        x: Float[Array, "B S D"],
+        step: StepContext,
+        *,
+        attention: BlockAttention,
+        layout: ActivationLayout,
+    ) -> Int[Array, ""]:
+        """How many (batch, head) pairs of self-attention pass the gate of fixed-m softmax."""
+        shift, scale, *_ = self.modulations(step)
+        moved = modulate(x, shift, scale, eps=self.eps)
+        return attention.self_attention.fast_heads(*self.attn1.rotated(moved, step, layout))
 
 
 def gated_sum(

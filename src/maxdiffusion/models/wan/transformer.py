@@ -1,11 +1,14 @@
 """The WAN transformer: latent video, time and text in, velocity out."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int, Num
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
@@ -79,18 +82,51 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
     ) -> Float[Array, "B F Y X C"]:
         """The velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model."""
-        _, *sizes, _ = latents_BFYXC.shape
-        grid = self.config.grid((sizes[0], sizes[1], sizes[2]))
         length = attention.self_attention.padded_q_len
-        with jax.named_scope("embed"):
-            tokens = self.embed(latents_BFYXC, length, layout)
-            time_BD, modulation_BKD = self.time_embedding(timestep_B)
-        cosines_SK, sines_SK = self.rotations(grid, length)
-        step = StepContext(modulation=modulation_BKD, cosines=cosines_SK, sines=sines_SK)
+        tokens, time_BD, step = self.enter(latents_BFYXC, timestep_B, length, layout)
         tokens = self.run_blocks(tokens, step, text, attention=attention, layout=layout)
+        grid = self.grid(latents_BFYXC)
         with jax.named_scope("head"):
             patches = self.head(tokens, time_BD)[:, : int(np.prod(grid))]
             return video_of(patches, grid, self.config.patch)
+
+    def fast_heads(
+        self,
+        latents_BFYXC: Float[Array, "B F Y X C"],
+        timestep_B: Num[Array, " B"],
+        text: TextKeysValues,
+        *,
+        attention: BlockAttention,
+        layout: ActivationLayout,
+    ) -> Int[Array, " L"]:
+        """How many (batch, head) pairs of each layer pass the gate of fixed-m softmax."""
+        length = attention.self_attention.padded_q_len
+        tokens, _, step = self.enter(latents_BFYXC, timestep_B, length, layout)
+
+        def count(block: WanBlock, x: Float[Array, "B S D"]) -> Int[Array, ""]:
+            return block.fast_heads(x, step, attention=attention, layout=layout)
+
+        return self._scan(tokens, step, text, attention=attention, layout=layout, watch=count)[1]
+
+    def grid(self, latents_BFYXC: Float[Array, "B F Y X C"]) -> tuple[int, int, int]:
+        """Tokens along frames, rows and columns."""
+        _, frames, rows, columns, _ = latents_BFYXC.shape
+        return self.config.grid((frames, rows, columns))
+
+    def enter(
+        self,
+        latents_BFYXC: Float[Array, "B F Y X C"],
+        timestep_B: Num[Array, " B"],
+        length: int,
+        layout: ActivationLayout,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B D"], StepContext]:
+        """Tokens, the embedded time, and what all blocks share."""
+        with jax.named_scope("embed"):
+            tokens = self.embed(latents_BFYXC, length, layout)
+            time_BD, modulation_BKD = self.time_embedding(timestep_B)
+        cosines_SK, sines_SK = self.rotations(self.grid(latents_BFYXC), length)
+        step = StepContext(modulation=modulation_BKD, cosines=cosines_SK, sines=sines_SK)
+        return tokens, time_BD, step
 
     def embed(
         self, latents_BFYXC: Float[Array, "B F Y X C"], length: int, layout: ActivationLayout
@@ -118,17 +154,31 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         """`tokens` after all blocks."""
+        return self._scan(tokens, step, text, attention=attention, layout=layout)[0]
+
+    def _scan(
+        self,
+        tokens: Float[Array, "B S D"],
+        step: StepContext,
+        text: TextKeysValues,
+        *,
+        attention: BlockAttention,
+        layout: ActivationLayout,
+        watch: Callable[[WanBlock, Float[Array, "B S D"]], Any] | None = None,
+    ) -> tuple[Float[Array, "B S D"], Any]:
+        """`tokens` after all blocks, and what `watch` saw of every block and its input."""
         graph, layers = nnx.split(self.blocks)
 
         def one_layer(
             x: Float[Array, "B S D"], inputs: tuple[nnx.State, TextKeysValues]
-        ) -> tuple[Float[Array, "B S D"], None]:
+        ) -> tuple[Float[Array, "B S D"], Any]:
             layer, layer_text = inputs
             block = nnx.merge(graph, layer)
-            return block(x, step, layer_text, attention=attention, layout=layout), None
+            seen = None if watch is None else watch(block, x)
+            return block(x, step, layer_text, attention=attention, layout=layout), seen
 
         with jax.named_scope("blocks"):
-            return jax.lax.scan(one_layer, tokens, (layers, text), unroll=self._unroll)[0]
+            return jax.lax.scan(one_layer, tokens, (layers, text), unroll=self._unroll)
 
     def head(
         self, tokens: Float[Array, "B S D"], time_BD: Float[Array, "B D"]
