@@ -33,6 +33,7 @@ def add(first: Partials, second: Partials) -> Partials:
     return Partials(o=first.o + second.o, m=first.m, l=first.l + second.l)
 
 
+@jax.named_scope("merge")
 def merge_knowing(
     first: Partials, second: Partials, power: Power, one_reference: Bool[Array, ""] | None
 ) -> Partials:
@@ -42,6 +43,7 @@ def merge_knowing(
     return jax.lax.cond(one_reference, add, lambda a, b: merge(a, b, power), first, second)
 
 
+@jax.named_scope("merge")
 def output(partial: Partials, dtype: jnp.dtype) -> Float[Array, "B S N H"]:
     """The attention that a partial over all keys stands for."""
     return normalise(partial.o, partial.l).astype(dtype)

@@ -57,8 +57,9 @@ class Stay:
     ) -> Float[Array, "B S N H"]:
         """The kernel's attention over the keys that are here."""
         whole = keys.whole()
-        k, shared = kernel.prepare(q, k, v, whole, Alone())
-        return kernel.attend(q, k, v, whole, shared)
+        with jax.named_scope("kernel"):
+            k, shared = kernel.prepare(q, k, v, whole, Alone())
+            return kernel.attend(q, k, v, whole, shared)
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
         """Local queries, all keys."""
@@ -98,7 +99,8 @@ class Gather:
         kernel: DeviceKernel,
     ) -> Float[Array, "B S N H"]:
         """The attention of this device's queries over the collected keys."""
-        k, v = (jax.lax.all_gather(part, self.axes, axis=1, tiled=True) for part in (k, v))
+        with jax.named_scope("exchange"):
+            k, v = (jax.lax.all_gather(part, self.axes, axis=1, tiled=True) for part in (k, v))
         return Stay()(q, k, v, keys, kernel)
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:

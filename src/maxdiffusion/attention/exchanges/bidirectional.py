@@ -42,12 +42,15 @@ class BidirectionalRing:
     ) -> Float[Array, "B S N H"]:
         """The attention of this device's queries over all keys."""
         here = jax.lax.axis_index(self.axes)
-        k, shared = kernel.prepare(q, k, v, keys.shard(here, self.degree), RingShards(self.axes))
+        local = keys.shard(here, self.degree)
+        with jax.named_scope("kernel"):
+            k, shared = kernel.prepare(q, k, v, local, RingShards(self.axes))
         one_reference = kernel.one_reference(shared)
 
         def attended(total: Partials, stream: Stream, source: Int[Array, ""]) -> Partials:
             arrived = keys.shard(source, self.degree)
-            part = kernel.partials(q, *stream, arrived, shared)
+            with jax.named_scope("kernel"):
+                part = kernel.partials(q, *stream, arrived, shared)
             return merge_knowing(total, part, kernel.power, one_reference)
 
         def if_there(
@@ -56,7 +59,8 @@ class BidirectionalRing:
             return jax.lax.cond(there, attended, lambda total, *_: total, total, stream, source)
 
         up, down = self.sent_up((k, v), 1), self.sent_down((k, v), 1)
-        total = kernel.partials(q, k, v, keys.shard(here, self.degree), shared)
+        with jax.named_scope("kernel"):
+            total = kernel.partials(q, k, v, local, shared)
         for hop in range(1, self.degree):
             last = hop == self.degree - 1
             next_up = up if last else self.sent_up(up, hop + 1)

@@ -32,14 +32,15 @@ class ByXla:
         true_length = geometry.problem.kv_len
         padded = true_length < k.shape[1]
         keys = KeyShard(length=true_length if padded else None, mask=kv_mask)
-        out = chunked_attention(
-            q,
-            k,
-            v,
-            scale=geometry.problem.scale,
-            valid=keys.valid(k.shape[0], k.shape[1]),
-            sequence_shards=geometry.shape.context,
-        )
+        with jax.named_scope("kernel"):
+            out = chunked_attention(
+                q,
+                k,
+                v,
+                scale=geometry.problem.scale,
+                valid=keys.valid(k.shape[0], k.shape[1]),
+                sequence_shards=geometry.shape.context,
+            )
         return self._placed(out, geometry.q_spec, geometry)
 
     def _placed(self, array: Array, spec: PartitionSpec, geometry: Geometry) -> Array:

@@ -14,6 +14,7 @@ from maxdiffusion.attention.on_device import DeviceKernel, GradientKernel, Kerne
 from maxdiffusion.kernels.reference import Partials
 
 
+@jax.named_scope("exchange")
 def sent(
     x: Float[Array, "B T N H"], axes: tuple[str, ...], steps: list[tuple[int, int]]
 ) -> Float[Array, "B T N H"]:
@@ -70,7 +71,8 @@ class Ring:
     ) -> Partials:
         """The partial over the keys of the whole ring."""
         here = keys.shard(self.source(0), self.degree)
-        k, shared = kernel.prepare(q, k, v, here, RingShards(self.axes))
+        with jax.named_scope("kernel"):
+            k, shared = kernel.prepare(q, k, v, here, RingShards(self.axes))
         one_reference = kernel.one_reference(shared)
         total = None
         for hop in range(self.degree):
@@ -78,7 +80,8 @@ class Ring:
             # last.
             following = self.passed_on(k, v) if hop < self.degree - 1 else (k, v)
             arrived = keys.shard(self.source(hop), self.degree)
-            part = kernel.partials(q, k, v, arrived, shared)
+            with jax.named_scope("kernel"):
+                part = kernel.partials(q, k, v, arrived, shared)
             if total is None:
                 total = part
             else:

@@ -38,7 +38,8 @@ def differentiable_ring(
         for hop in range(ring.degree):
             following = ring.passed_on(k, v) if hop < ring.degree - 1 else (k, v)
             arrived = masked.shard(ring.source(hop), ring.degree)
-            more = kernel.gradients(q, k, v, arrived, out, log_sum, d_out)
+            with jax.named_scope("kernel"):
+                more = kernel.gradients(q, k, v, arrived, out, log_sum, d_out)
             d_q, d_k, d_v = (
                 total + part.astype(jnp.float32)
                 for total, part in zip((d_q, d_k, d_v), more, strict=True)

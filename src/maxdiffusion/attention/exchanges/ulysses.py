@@ -81,6 +81,7 @@ class Ulysses:
             out = self.inner(q, k, v, keys, kernel)
         return self._tokens_for_heads(out)
 
+    @jax.named_scope("exchange")
     def _heads_for_tokens(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
         """All tokens of this device's share of the heads, for all heads of its share of tokens.
 
@@ -92,6 +93,7 @@ class Ulysses:
         blocks = self._traded(jnp.stack(jnp.split(columns, self.degree, axis=1)))
         return blocks.reshape(1, self.degree * tokens, heads // self.degree, width)
 
+    @jax.named_scope("exchange")
     def _tokens_for_heads(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
         """The inverse of `_heads_for_tokens`."""
         _, tokens, heads, width = x.shape

@@ -55,18 +55,22 @@ class Projections(nnx.Module):
         self.norm_q = RmsNorm(config.model_dim, numerics, eps=config.eps)
         self.norm_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
+    @jax.named_scope("qkv")
     def queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N H"]:
         """Normalised queries of x, by heads."""
         return self._by_heads(self.norm_q(self.to_q(x)))
 
+    @jax.named_scope("qkv")
     def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Normalised keys of x, by heads."""
         return self._by_heads(self.norm_k(self.to_k(x)))
 
+    @jax.named_scope("qkv")
     def values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         """Values of x, by heads."""
         return self._by_heads(self.to_v(x))
 
+    @jax.named_scope("out")
     def output(self, heads_BSNH: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
         """What the heads found, mixed into one vector per token."""
         return self.to_out(heads_BSNH.reshape(*heads_BSNH.shape[:2], -1))
@@ -131,6 +135,7 @@ class FeedForward(nnx.Module):
         self.up = Linear((narrow, wide), ("model", "mlp"), numerics, rngs=rngs)
         self.down = Linear((wide, narrow), ("mlp", "model"), numerics, rngs=rngs)
 
+    @jax.named_scope("mlp")
     def __call__(
         self, x: Float[Array, "B S D"], *, layout: ActivationLayout
     ) -> Float[Array, "B S D"]:
@@ -190,6 +195,7 @@ class WanBlock(nnx.Module):
         return attention.self_attention.fast_heads(*self.attn1.rotated(moved, step, layout))
 
 
+@jax.named_scope("gate")
 def gated_sum(
     x: Float[Array, "B S D"], change: Float[Array, "B S D"], gate_BD: Float[Array, "B D"]
 ) -> Float[Array, "B S D"]:

@@ -50,6 +50,7 @@ class LayerNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones(features, jnp.float32), dims=("width",))
         self.bias = nnx.Param(jnp.zeros(features, jnp.float32), dims=("width",))
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         normal = standardize(x, eps=self.eps) * self.scale[...] + self.bias[...]
         return normal.astype(x.dtype)
@@ -62,6 +63,7 @@ class RmsNorm(nnx.Module):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones(features, numerics.param_dtype), dims=("heads",))
 
+    @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.eps)
@@ -99,6 +101,7 @@ def standardize(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"
     return centred * jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
 
 
+@jax.named_scope("norm")
 def modulate(
     x: Float[Array, "B S D"],
     shift_BD: Float[Array, "B D"],

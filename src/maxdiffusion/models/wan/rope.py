@@ -1,5 +1,6 @@
 """Rotary positions of video tokens: tables of angles made on the host, and the rotation."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -40,6 +41,7 @@ def _by_token(tables: list[Float[Array, "F Y X K"]]) -> Float[Array, "S K"]:
     return table_FYXK.reshape(-1, table_FYXK.shape[-1])
 
 
+@jax.named_scope("rope")
 def rotate(
     heads_BSNH: Float[Array, "B S N H"],
     cosines_SK: Float[Array, "S K"],
