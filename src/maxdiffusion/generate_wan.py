@@ -24,8 +24,9 @@ def main(arguments: Sequence[str]) -> int:
 def work(reading: Reading, arguments: Sequence[str]) -> None:
     """Makes the videos of a config."""
     from maxdiffusion.commands.generate import generate
+    from maxdiffusion.commands.together import together
 
-    generate(reading)
+    together(reading, generate)
 
 
 if __name__ == "__main__":

@@ -21,9 +21,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def work(reading: Reading, arguments: Sequence[str]) -> None:
     """Trains the transformers of a config."""
+    from maxdiffusion.commands.together import together
     from maxdiffusion.commands.train import train
 
-    train(reading)
+    together(reading, train)
 
 
 if __name__ == "__main__":

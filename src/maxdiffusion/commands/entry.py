@@ -2,12 +2,11 @@
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from maxdiffusion.config.loading import Reading, read_config
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.runtime.problems import BAD_INPUT, STOPPED, ProblemsFound, RunFailed
 
-STOPPED = 1
-BAD_INPUT = 2
 # Imports what it needs itself: jax is slow to import, and a config that cannot be read, or that is
 # only printed, does not need it.
 Work = Callable[[Reading, Sequence[str]], None]
@@ -24,13 +23,29 @@ def run_command(arguments: Sequence[str], *, usage: str, work: Work) -> int:
             print(reading.config.describe())
         else:
             work(reading, arguments)
-    except ProblemsFound as error:
-        print(report(error), file=sys.stderr)
-        return BAD_INPUT
-    except RunFailed as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return STOPPED
+    except (ProblemsFound, RunFailed) as error:
+        told = outcome(error)
+        assert told is not None
+        print(told.text, file=sys.stderr)
+        return told.code
     return 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a command ended: its exit code, and what is told of it."""
+
+    code: int
+    text: str
+
+
+def outcome(error: BaseException) -> Outcome | None:
+    """The end that an error makes of a command; None for one that nobody foresaw."""
+    if isinstance(error, ProblemsFound):
+        return Outcome(code=BAD_INPUT, text=report(error))
+    if isinstance(error, RunFailed):
+        return Outcome(code=STOPPED, text=f"stopped: {error}")
+    return None
 
 
 def report(error: ProblemsFound) -> str:

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Exit codes.
+STOPPED = 1
+BAD_INPUT = 2
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:

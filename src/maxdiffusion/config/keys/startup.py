@@ -3,8 +3,6 @@
 from maxdiffusion.config.kinds import Boolean, Choice, Integer, Nullable, Text
 from maxdiffusion.config.schema import refused, unused, used
 
-ONE_PROCESS = "Run one process with all of its devices and leave this key out"
-
 FILES = (
     used(
         "base_config",
@@ -41,32 +39,48 @@ KEYS = (
         "Number of slices to compile for, without having them; -1 = those that are there.",
         way_out="Leave it at -1",
     ),
-    refused(
+    used(
         "jax_coordinator_address",
         Text(),
         "",
         "host:port of the first process of a job with several; empty = found by jax.",
-        way_out=ONE_PROCESS,
     ),
-    refused(
+    used(
         "jax_num_processes",
         Nullable(Integer(minimum=1)),
         None,
         "Number of processes of a job with several; null = found by jax.",
-        way_out=ONE_PROCESS,
     ),
-    refused(
+    used(
         "jax_process_id",
         Nullable(Integer(minimum=0)),
         None,
         "Which process of a job with several this one is; null = found by jax.",
-        way_out=ONE_PROCESS,
     ),
-    unused(
+    used(
         "skip_jax_distributed_system",
         Boolean(),
         False,
-        "Do not join processes into one job; this program starts as one process.",
+        "Run this process alone, even where jax finds others.",
+    ),
+    used(
+        "jax_distributed_initialization_timeout",
+        Integer(minimum=1),
+        300,
+        "Seconds that a process waits for the others at the start of a job.",
+    ),
+    used(
+        "jax_distributed_heartbeat_timeout_seconds",
+        Integer(minimum=10),
+        100,
+        "Seconds without a sign after which jax ends a job; after half of them the dead process "
+        "is named and the job ends.",
+    ),
+    used(
+        "hang_timeout_seconds",
+        Integer(minimum=1),
+        1800,
+        "Seconds that a process may stay at one stage (compiling is one) before the job ends.",
     ),
     unused("hardware", Text(), "tpu", "Kind of device; jax finds it by itself."),
     refused(

@@ -1,0 +1,96 @@
+"""A command on all processes of a job: they start together, agree, and end together."""
+
+import json
+import sys
+import traceback
+from collections.abc import Callable
+from typing import NoReturn
+
+import jax
+
+from maxdiffusion import __version__
+from maxdiffusion.commands.entry import Outcome, outcome
+from maxdiffusion.config.config import Config
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.runtime.agreement import agree
+from maxdiffusion.runtime.coordination import barrier, members, several, this_member
+from maxdiffusion.runtime.joining import Patience, environment, find_place, join, stated_place
+from maxdiffusion.runtime.problems import STOPPED
+from maxdiffusion.runtime.watch import Watch, leave
+
+# These say which process this is and how it finds the others.
+OF_THE_PROCESS = ("jax_process_id", "jax_coordinator_address")
+
+
+def together(reading: Reading, work: Callable[[Reading], None]) -> None:
+    """Does the work on every process of the job; one that fails ends it on all of them."""
+    watch = start(reading.config)
+    if watch is None:
+        work(reading)
+        return
+    try:
+        agree_on_start(reading.config)
+        work(reading)
+        barrier("end")
+    except BaseException as error:
+        end_with(watch, error)
+    watch.stop()
+    jax.distributed.shutdown()
+
+
+def start(config: Config) -> Watch | None:
+    """Joins the job that the config or the machine names; None where the process runs alone."""
+    patience = Patience(
+        join=config.jax_distributed_initialization_timeout,
+        heartbeat=config.jax_distributed_heartbeat_timeout_seconds,
+        hang=config.hang_timeout_seconds,
+    )
+    if config.skip_jax_distributed_system:
+        return None
+    stated = stated_place(
+        config.jax_coordinator_address,
+        config.jax_num_processes,
+        config.jax_process_id,
+        environment(),
+    )
+    place = find_place(stated, patience=patience)
+    if place is None:
+        return None
+    join(place, patience)
+    watch = Watch(members(), patience)
+    watch.start()
+    print(f"{this_member()} of {place.processes} joined the job at {place.address}", flush=True)
+    return watch
+
+
+def agree_on_start(config: Config) -> None:
+    """Raises what of package, config and devices differs on some process."""
+    if not several():
+        return
+    values = {key: value for key, value in config.values.items() if key not in OF_THE_PROCESS}
+    facts = {
+        "maxdiffusion version": __version__,
+        "jax version": jax.__version__,
+        "local devices": len(jax.local_devices()),
+        "device kind": jax.local_devices()[0].device_kind,
+    }
+    agree("start", facts | json.loads(json.dumps(values)))
+
+
+def end_with(watch: Watch, error: BaseException) -> NoReturn:
+    """Tells people and the other processes what stopped this one, and ends it."""
+    # The error may come of another process's end: if so, the watch ends this one with its name.
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        watch.await_verdict()
+    told = outcome(error)
+    if told is None:
+        traceback.print_exception(error)
+        told = Outcome(code=STOPPED, text=_first_line(error))
+    else:
+        print(told.text, file=sys.stderr, flush=True)
+    watch.fail(told.text)
+    leave(told.code)
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
