@@ -202,7 +202,6 @@ REFUSED = {
     "enable_tile_search": "true",
     "aot_cache_dir": "aot",
     "compile_topology_num_slices": "2",
-    "enable_profiler": "true",
     "enable_ml_diagnostics": "true",
     "enable_ssim": "true",
     "weight_placement": "shard",

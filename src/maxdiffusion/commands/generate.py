@@ -10,6 +10,7 @@ from maxdiffusion import __version__
 from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
+from maxdiffusion.commands.profiles import profile_notes, profile_plan
 from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
 from maxdiffusion.config.config import Config, without_meaning
 from maxdiffusion.config.loading import Reading
@@ -19,6 +20,7 @@ from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
 from maxdiffusion.runtime.timing import Stage, Timings
 from maxdiffusion.runtime.video import write_video
@@ -31,7 +33,7 @@ def generate(reading: Reading) -> None:
     plans = preparation.workshop.attention(preparation.shape)
     report = FastHeadReport(preparation.config, plans.self_attention)
     say("\n".join([start_up_plan(preparation), *report.notes()]))
-    timings = Timings()
+    timings = Timings(Profiler(profile_plan(preparation.config)))
     pipeline = load(preparation, timings)
     videos = list_videos(preparation.config, preparation.job)
     groups = list(batches(videos, preparation.shape.videos))
@@ -71,6 +73,7 @@ def start_up_plan(preparation: Preparation) -> str:
         f"model: {config.model_name} from {config.pretrained_model_name_or_path}",
         f"mesh: {axes}",
         *preparation.notes,
+        *profile_notes(config),
         workshop.attention(shape).describe(),
         workshop.decoder_sharding(shape).describe(),
         workshop.settings.precision.describe(),
@@ -132,8 +135,7 @@ def denoise(
     """The finished latents of every video, on the host; `watch` sees what each step starts from."""
     watch(0, pipeline.first_latents(request))
     with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
-        for latents, step in pipeline.denoise(request, experts):
-            timings.add_step(step)
+        for latents, step in timings.watch(pipeline.denoise(request, experts)):
             advance()
             watch(step.index + 1, latents)
             finished = latents

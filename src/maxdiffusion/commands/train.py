@@ -10,6 +10,7 @@ import numpy as np
 from maxdiffusion import __version__
 from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.pipeline_settings import pipeline_settings
+from maxdiffusion.commands.profiles import profile_notes, profile_plan
 from maxdiffusion.commands.training_data import as_clip_batch, cached_clips, encoder_of
 from maxdiffusion.commands.training_settings import (
     batch_shape,
@@ -19,6 +20,7 @@ from maxdiffusion.commands.training_settings import (
 )
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
+from maxdiffusion.config.profile_checks import profile_problems
 from maxdiffusion.models.vae import WanVae
 from maxdiffusion.pipelines.loading import WanParameters
 from maxdiffusion.pipelines.programs import Workshop
@@ -27,6 +29,7 @@ from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import Advance, steps_bar
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.checkpoints import Checkpoints
@@ -77,7 +80,7 @@ def train(reading: Reading) -> None:
 
 def check(config: Config, earlier: list[Problem]) -> None:
     """Raises what stands between a config and a training, before anything is read."""
-    problems = earlier
+    problems = [*earlier, *profile_problems(config, "max_train_steps")]
     for name in ("checkpoint_dir", "latent_cache_dir"):
         if not config.values[name]:
             rule = "training needs a folder of its own"
@@ -189,6 +192,7 @@ def run(job: TrainingJob, checkpoints: Checkpoints) -> TrainState:
                 checkpoints=checkpoints,
                 report=reporter(metrics, advance, plan.steps),
                 visit=lambda state: sample(job, state),
+                profiler=Profiler(profile_plan(config)),
             )
             return loop.run(state)
     finally:
@@ -230,6 +234,7 @@ def start_up_plan(job: TrainingJob) -> str:
             f"model: {config.pretrained_model_name_or_path}, training {training.experts.names}",
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             training.block_attention.describe(),
+            *profile_notes(config),
             f"batch: {batch.clips} clips of latents {batch.latent} in {batch.accumulation} pieces, "
             f"captions of up to {batch.caption_tokens} tokens, remat {training.remat.kind.value}",
             f"TFLOP/s count {FORMULA}",

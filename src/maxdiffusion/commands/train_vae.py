@@ -8,13 +8,16 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxdiffusion.commands.generate import say, use_cache
+from maxdiffusion.commands.profiles import profile_plan
 from maxdiffusion.commands.train import metrics_writer, reporter, vae_of
 from maxdiffusion.commands.training_settings import optimiser, training_mesh, windows
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
+from maxdiffusion.config.profile_checks import profile_problems
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.pipelines.spec import open_wan_folder
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import steps_bar
 from maxdiffusion.training.blank import vae_json
 from maxdiffusion.training.checkpoints import Checkpoints
@@ -59,7 +62,7 @@ def train_vae(reading: Reading) -> None:
 
 def check(config: Config, earlier: list[Problem]) -> None:
     """Raises what stands between a config and a training."""
-    problems = earlier
+    problems = [*earlier, *profile_problems(config, "max_train_steps")]
     if not config.checkpoint_dir:
         rule, remedy = "training needs a folder of its own", "Set checkpoint_dir=FOLDER"
         problems.append(Problem(name="checkpoint_dir", value="", rule=rule, remedy=remedy))
@@ -91,7 +94,14 @@ def run(
         with steps_bar("Training", max(0, plan.steps - int(state.step))) as advance:
             report = reporter(metrics, advance, plan.steps)
             programs = {VAE: training.step()}
-            loop = Loop(plan, programs, batches, checkpoints=checkpoints, report=report)
+            loop = Loop(
+                plan,
+                programs,
+                batches,
+                checkpoints=checkpoints,
+                report=report,
+                profiler=Profiler(profile_plan(config)),
+            )
             return loop.run(state)
     finally:
         metrics.close()

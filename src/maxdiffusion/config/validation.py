@@ -14,6 +14,7 @@ from maxdiffusion.config.features import (
 )
 from maxdiffusion.config.job import Job
 from maxdiffusion.config.output_checks import output_problems, vae_problems
+from maxdiffusion.config.profile_checks import profile_problems
 from maxdiffusion.config.prompts import read_prompts
 from maxdiffusion.mesh.request import MeshSplit, mesh_request, resolve
 from maxdiffusion.pipelines.scales import GuidanceScales
@@ -47,6 +48,7 @@ def check_job(
     for check in (refused_features, attention_problems, guidance_problems):
         found.add(lambda check=check: check(config))  # type: ignore[misc]
     found.add(lambda: vae_problems(config, device_count))
+    found.add(lambda: profile_problems(config, "num_inference_steps"))
     prompts = found.value(lambda: read_prompts(config))
     mesh = found.value(lambda: resolve_mesh(config, device_count, slice_count, heads))
     batch = found.value(lambda: batch_size(config, device_count))

@@ -114,8 +114,10 @@ def denoise(
         expert = experts.at(timestep)
         started = time.perf_counter()
         inputs = step_inputs(sampler, index, expert.guidance_scale)
-        state, finite = step(expert.weights, expert.text, state, inputs)
-        if not bool(jax.device_get(finite)):
+        with jax.profiler.StepTraceAnnotation("denoise", step_num=index):
+            state, finite = step(expert.weights, expert.text, state, inputs)
+            is_finite = bool(jax.device_get(finite))  # waits for the step
+        if not is_finite:
             raise NotFiniteError(
                 step=index, steps=len(timesteps), timestep=timestep, expert=expert.name
             )

@@ -4,7 +4,7 @@ import contextlib
 import enum
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +12,7 @@ from typing import TypeVar
 import jax
 
 from maxdiffusion.runtime.atomic import replacing
+from maxdiffusion.runtime.profiling import Profiler
 
 Values = TypeVar("Values")
 
@@ -61,9 +62,13 @@ class Clock:
 
 
 class Timings:
-    """Collects seconds per stage and per step; a stage that runs again adds up."""
+    """Collects seconds per stage and per step; a stage that runs again adds up.
 
-    def __init__(self) -> None:
+    The steps that it sees pass are those that a profiler traces.
+    """
+
+    def __init__(self, profiler: Profiler | None = None) -> None:
+        self._profiler = profiler or Profiler(None)
         self._seconds = dict.fromkeys(Stage, 0.0)
         self._steps: list[StepTime] = []
 
@@ -82,6 +87,12 @@ class Timings:
     def add_step(self, step: StepTime) -> None:
         """Keeps the time of one step."""
         self._steps.append(step)
+
+    def watch(self, steps: Iterable[tuple[Values, StepTime]]) -> Iterator[tuple[Values, StepTime]]:
+        """The steps of a loop, as they come; keeps their times, and has them profiled."""
+        for values, step in self._profiler.watch(steps):
+            self.add_step(step)
+            yield values, step
 
     def seconds(self, stage: Stage) -> float:
         """How long a stage took so far; 0 if it did not run."""

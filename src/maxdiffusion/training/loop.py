@@ -4,11 +4,14 @@ import math
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from maxdiffusion.runtime.problems import RunFailed
+from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.training.checkpoints import Checkpoints
 from maxdiffusion.training.data import Batches
 from maxdiffusion.training.metrics import Figures
@@ -54,6 +57,7 @@ class Loop:
         checkpoints: Checkpoints | None = None,
         report: Report = lambda figures: None,
         visit: Visit = lambda state: None,
+        profiler: Profiler | None = None,
     ):
         self._plan = plan
         self._programs = programs
@@ -61,13 +65,15 @@ class Loop:
         self._checkpoints = checkpoints
         self._report = report
         self._visit = visit
+        self._profiler = profiler or Profiler(None)
 
     def run(self, state: TrainState) -> TrainState:
         """The state after the last step; a SIGTERM saves a checkpoint and raises Stopped."""
         plan, saved = self._plan, -1
-        with asked_to_stop() as asked:
+        with asked_to_stop() as asked, closing(self._profiler):
             for step in range(int(state.step), plan.steps):
-                state = self._step(step, state)
+                with self._profiler.step():
+                    state = self._step(step, state)
                 done = step + 1
                 if _due(done, plan.checkpoint_every) or (asked() and self._checkpoints):
                     saved = self._save(state)
@@ -85,8 +91,9 @@ class Loop:
         name = self._plan.program_at(step)
         batch = next(self._batches)
         began = time.perf_counter()
-        state, report = self._programs[name](state, batch)
-        loss = float(report.loss)  # waits for the step
+        with jax.profiler.StepTraceAnnotation("train", step_num=step):
+            state, report = self._programs[name](state, batch)
+            loss = float(report.loss)  # waits for the step
         if not math.isfinite(loss) or not math.isfinite(float(report.gradient_norm)):
             raise self._not_finite(step + 1, loss)
         self._report(

@@ -83,20 +83,24 @@ KEYS = (
         "Seconds that a process may stay at one stage (compiling is one) before the job ends.",
     ),
     unused("hardware", Text(), "tpu", "Kind of device; jax finds it by itself."),
-    refused(
+    used(
         "enable_profiler",
         Boolean(),
         False,
-        "Write a profile of a few denoise steps.",
-        way_out="Leave it false; timing_file has the seconds of every step",
+        "Write a profile of a few denoise or training steps to output_dir/profile/host_N.",
     ),
-    unused(
+    used(
         "skip_first_n_steps_for_profiler",
         Integer(minimum=0),
         5,
-        "Denoise steps before the profile begins.",
+        "Steps before the profile begins.",
     ),
-    unused("profiler_steps", Integer(minimum=1), 10, "Denoise steps in the profile."),
+    used(
+        "profiler_steps",
+        Integer(minimum=1),
+        10,
+        "Steps in the profile; it ends with the loop of steps, if not before.",
+    ),
     unused(
         "enable_jax_named_scopes",
         Boolean(),
