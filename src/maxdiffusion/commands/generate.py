@@ -1,6 +1,7 @@
 """From a checked config to video files, with a plan before and a timing summary after."""
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -20,6 +21,7 @@ from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.runtime.host_times import describe_hosts, gather_hosts
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
 from maxdiffusion.runtime.timing import Stage, Timings
@@ -44,9 +46,11 @@ def generate(reading: Reading) -> None:
     for group in groups:
         frames = make(pipeline, request(preparation, group), timings, report)
         write(preparation.config, group, frames)
-    say("\n".join([*report.lines(), timings.summary()]))
+    hosts = gather_hosts(timings)
+    say("\n".join([*report.lines(), timings.summary(), describe_hosts(hosts)]))
     if preparation.config.timing_file and jax.process_index() == 0:
         details = run_details(preparation) | {"fast_heads": report.as_json()}
+        details["hosts"] = [asdict(host) for host in hosts]
         timings.write(Path(preparation.config.timing_file), details)
 
 
