@@ -1,9 +1,14 @@
 """Tile sizes: given ones first, tuned ones for the chip, always ones that the kernel accepts."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from maxdiffusion.attention import AttentionOptions, FlashBlockSizes
+from maxdiffusion.attention.geometry import even_length
+from maxdiffusion.attention.modes import MODES
 from maxdiffusion.attention.on_device import KernelSite, KernelSizes
 from maxdiffusion.attention.on_device.flash import FixedMFlashKernel, FlashKernel
 from maxdiffusion.attention.tuned_blocks import even_block, flash_blocks, splash_blocks
@@ -71,3 +76,23 @@ def test_splash_tiles_cover_short_lengths_without_excess():
     blocks = splash_blocks(site(q_len=300))
     assert blocks.block_q == blocks.block_kv == 384
     assert blocks.block_kv % blocks.block_kv_compute == 0
+
+
+CONFIG = Path(__file__).parents[2] / "configs" / "base_wan_27b.yml"
+ROW = re.compile(
+    r"^#   (tpu7x|v6e) +CP(\d+) +U(\d+) R(\d+) +(\w+) +[\d/]+ +([\d/]+)$", re.MULTILINE
+)
+KINDS = {"tpu7x": "TPU7x", "v6e": "TPU v6 lite"}
+
+
+def test_the_config_states_what_the_table_picks():
+    rows = ROW.findall(CONFIG.read_text())
+    assert len(rows) == 12
+    for chip, context, ulysses, ring, name, stated in rows:
+        assert int(context) == int(ulysses) * int(ring)
+        share = even_length(75600, int(context)) // int(ring)
+        where = site(kind=KINDS[chip], q_len=share, ring=int(ring), heads=40 // int(ulysses))
+        blocks = MODES[name].kernel(where).blocks
+        sizes = (blocks.block_q, blocks.block_kv)
+        inner = (blocks.block_kv_compute, blocks.block_kv_compute_in)
+        assert "/".join(map(str, sizes + inner)) == stated, (chip, name, ring)
