@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Literal, get_args
 
 # Scores of fewer tokens than a lane tile gain nothing from a block, and Mosaic wants whole tiles.
 LANES = 128
+FixedMGate = Literal["measured", "forced"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class AttentionOptions:
     `flash_min_seq_length`: with fewer queries or keys the plan runs `dot_product` (and says so);
     0 never does. `use_experimental_scheduler`: the linear-programming scheduler of the TPU
     compiler, which helps kernels of one big tile and hurts ours, whose tiles already overlap.
+    `fixed_m_gate`: "measured" gives fixed-m softmax to heads whose norms allow it; "forced", for
+    tests, gives it to every head, and outlier heads then lose what the gate would have kept.
     `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
     """
 
@@ -57,6 +61,7 @@ class AttentionOptions:
     use_experimental_scheduler: bool = False
     ulysses_attention_chunks: int = 1
     flash_min_seq_length: int = 0
+    fixed_m_gate: FixedMGate = "measured"
     interpret: bool | None = None
 
     def __post_init__(self) -> None:
@@ -65,3 +70,5 @@ class AttentionOptions:
             raise ValueError(f"ulysses_attention_chunks={chunks!r}: a whole number from 1")
         if not isinstance(shortest, int) or shortest < 0:
             raise ValueError(f"flash_min_seq_length={shortest!r}: a whole number from 0")
+        if self.fixed_m_gate not in get_args(FixedMGate):
+            raise ValueError(f"fixed_m_gate={self.fixed_m_gate!r}: one of {get_args(FixedMGate)}")

@@ -161,9 +161,9 @@ class FixedMFlashKernel(FlashKernel):
 
     def softmax_option(self) -> "Softmax":
         """How the kernel stabilises its softmax."""
-        from maxdiffusion.kernels.flash import FixedM
+        from maxdiffusion.kernels.flash import FixedM, Gate
 
-        return FixedM()
+        return FixedM(gate=Gate(self.site.options.fixed_m_gate))
 
     def limits(self) -> Sequence[Problem]:
         """Why this kernel cannot run at its site; the sum over a whole ring must stay finite."""
@@ -206,6 +206,11 @@ class FixedMFlashKernel(FlashKernel):
             exponent=options.exponent,
         )
         return k, bounds
+
+    def details(self) -> Sequence[str]:
+        """What every call of our kernel says, and whether the gate is open to all heads."""
+        forced = self.site.options.fixed_m_gate == "forced"
+        return (*super().details(), *(["fixed-m for every head: the gate is forced"] * forced))
 
     def fast_heads(self, shared: "FixedMBounds") -> Bool[Array, "B N"]:
         """The heads that passed the gate: their m is the bound, in every call."""
