@@ -4,7 +4,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading, read_config
+from maxdiffusion.runtime.libtpu_flags import PRESETS, apply_flags, find_chip
 from maxdiffusion.runtime.problems import BAD_INPUT, STOPPED, ProblemsFound, RunFailed
 
 # Imports what it needs itself: jax is slow to import, and a config that cannot be read, or that is
@@ -22,6 +24,7 @@ def run_command(arguments: Sequence[str], *, usage: str, work: Work) -> int:
         if reading.config.print_config and not reading.problems:
             print(reading.config.describe())
         else:
+            apply_flags(reading.config.libtpu_init_args, chip_of(reading.config))
             work(reading, arguments)
     except (ProblemsFound, RunFailed) as error:
         told = outcome(error)
@@ -29,6 +32,12 @@ def run_command(arguments: Sequence[str], *, usage: str, work: Work) -> int:
         print(told.text, file=sys.stderr)
         return told.code
     return 0
+
+
+def chip_of(config: Config) -> str | None:
+    """The kind of TPU that programs are compiled for: of `topology`, or of this machine."""
+    described = config.topology.partition(":")[0]
+    return described if described in PRESETS else find_chip()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from maxdiffusion import __version__
+from maxdiffusion.commands.entry import chip_of
 from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
@@ -22,6 +23,7 @@ from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.runtime.host_times import describe_hosts, gather_hosts
+from maxdiffusion.runtime.libtpu_flags import describe_flags
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
 from maxdiffusion.runtime.timing import Stage, Timings
@@ -78,6 +80,7 @@ def start_up_plan(preparation: Preparation) -> str:
         f"mesh: {axes}",
         *preparation.notes,
         *profile_notes(config),
+        *describe_flags(chip_of(config)),
         workshop.attention(shape).describe(),
         workshop.decoder_sharding(shape).describe(),
         workshop.settings.precision.describe(),

@@ -32,6 +32,7 @@ from maxdiffusion.preflight.released import find_spec
 from maxdiffusion.preflight.report import Report
 from maxdiffusion.preflight.step_time import KernelTime, step_time
 from maxdiffusion.preflight.topology import Topology, describe_devices, read_topology
+from maxdiffusion.runtime.libtpu_flags import describe_flags
 from maxdiffusion.runtime.problems import RunFailed
 
 KERNELS_MODULE = "maxdiffusion.commands.preflight_kernels"
@@ -51,7 +52,8 @@ class Preflight:
 def preflight(reading: Reading, arguments: Sequence[str]) -> None:
     """Compiles the job of a config, prints the report and writes it where `report` says."""
     job = prepare(reading)
-    say("\n".join([*job.notes, job.workshop.attention(job.shape).describe()]))
+    flags = describe_flags(job.topology.chip.name)
+    say("\n".join([*job.notes, *flags, job.workshop.attention(job.shape).describe()]))
     report = compiled_report(job, arguments)
     say(report.describe())
     if job.config.report:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from maxdiffusion import __version__
+from maxdiffusion.commands.entry import chip_of
 from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.pipeline_settings import pipeline_settings
 from maxdiffusion.commands.profiles import profile_notes, profile_plan
@@ -28,6 +29,7 @@ from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.runtime.libtpu_flags import describe_flags
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import Advance, steps_bar
@@ -235,6 +237,7 @@ def start_up_plan(job: TrainingJob) -> str:
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             training.block_attention.describe(),
             *profile_notes(config),
+            *describe_flags(chip_of(config)),
             f"batch: {batch.clips} clips of latents {batch.latent} in {batch.accumulation} pieces, "
             f"captions of up to {batch.caption_tokens} tokens, remat {training.remat.kind.value}",
             f"TFLOP/s count {FORMULA}",

@@ -84,6 +84,13 @@ KEYS = (
     ),
     unused("hardware", Text(), "tpu", "Kind of device; jax finds it by itself."),
     used(
+        "libtpu_init_args",
+        Text(),
+        "auto",
+        "Flags of the TPU compiler: auto = those for overlap on this chip, none, or flags; those "
+        "in the variable LIBTPU_INIT_ARGS win.",
+    ),
+    used(
         "enable_profiler",
         Boolean(),
         False,
