@@ -50,9 +50,11 @@ class StepFunction:
         batch = self.guidance.model_batch(state.sample.astype(self.dtype))
         timesteps = jnp.full((batch.shape[0],), step.timestep, jnp.float32)
         velocity = transformer(batch, timesteps, text, attention=self.attention, layout=self.layout)
-        guided = self.guidance.combine(velocity, step.guidance_scale)
-        advanced = self.sampler.advance(state, guided, step.sampler_row)
-        return advanced, jnp.isfinite(advanced.sample).all()
+        with jax.named_scope("guidance"):
+            guided = self.guidance.combine(velocity, step.guidance_scale)
+        with jax.named_scope("sampler"):
+            advanced = self.sampler.advance(state, guided, step.sampler_row)
+            return advanced, jnp.isfinite(advanced.sample).all()
 
 
 @dataclass(frozen=True, kw_only=True)
