@@ -1,5 +1,6 @@
 # docker build -t maxdiffusion .                              # CPU
 # docker build -t maxdiffusion --build-arg EXTRAS=[tpu] .     # TPU hosts
+# docker run maxdiffusion CONFIG.yml [key=value ...]          # --entrypoint "" runs other commands
 FROM python:3.11-slim
 
 ARG EXTRAS=""
@@ -13,6 +14,7 @@ COPY src ./src
 COPY configs ./configs
 RUN pip install --constraint constraints.txt ".${EXTRAS}"
 
-USER maxdiffusion
+# A number, so that a cluster can see that it is not root.
+USER 1000
 ENTRYPOINT ["python", "-m", "maxdiffusion.generate_wan"]
 CMD ["configs/wan_tiny.yml", "output_dir=/home/maxdiffusion/outputs"]

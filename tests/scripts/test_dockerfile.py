@@ -1,0 +1,59 @@
+"""The Dockerfile, by a linter, and by what it promises."""
+
+import json
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "Dockerfile").read_text()
+
+
+def value_of(instruction: str) -> str:
+    """What follows the one use of an instruction."""
+    (value,) = re.findall(rf"^{instruction} (.*)$", TEXT, re.MULTILINE)
+    return value
+
+
+def test_the_linter_finds_nothing():
+    hadolint = shutil.which("hadolint", path=Path(sys.executable).parent)
+    if hadolint is None:
+        served = sys.platform == "linux" and platform.machine() == "x86_64"
+        assert not served, 'pip install "maxdiffusion[dev]" brings hadolint'
+        pytest.skip("hadolint has no package for this system")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_every_package_has_its_locked_version():
+    (install,) = re.findall(r"^RUN pip install (.*)$", TEXT, re.MULTILINE)
+    assert install == '--constraint constraints.txt ".${EXTRAS}"'
+    assert re.search(r"^COPY .*\bconstraints\.txt\b", TEXT, re.MULTILINE)
+
+
+def test_it_does_not_run_as_root():
+    user = int(value_of("USER"))
+    assert user > 0
+    assert f"--uid {user} " in TEXT
+    assert TEXT.index("\nUSER ") > TEXT.index("\nRUN pip install")
+
+
+def test_it_runs_the_command_on_a_config_that_is_in_the_image():
+    assert json.loads(value_of("ENTRYPOINT")) == ["python", "-m", "maxdiffusion.generate_wan"]
+    config, *_ = json.loads(value_of("CMD"))
+    assert (ROOT / config).exists()
+    copied = [
+        word for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE) for word in line.split()
+    ]
+    assert config.split("/")[0] in copied
+
+
+def test_what_is_copied_is_there():
+    for line in re.findall(r"^COPY (.*)$", TEXT, re.MULTILINE):
+        *sources, _ = line.split()
+        assert all((ROOT / source).exists() for source in sources)
