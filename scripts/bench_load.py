@@ -28,6 +28,7 @@ from maxdiffusion.weights.safetensors_writer import TensorToWrite, write_file
 WIDTH, MLP, HEAD_DIM = 1536, 8960, 128  # of the 1.3B transformer
 COMPONENTS = ("transformer", "transformer_2")
 SHAPES = {"q": (WIDTH, WIDTH), "o": (WIDTH, WIDTH), "up": (WIDTH, MLP), "down": (MLP, WIDTH)}
+DIMS = ("model", "mlp")  # the words that a mesh splits them by
 BLOCK = 16 << 20
 
 
@@ -111,7 +112,7 @@ def source_of(folder: Path, layers: int, dtype: np.dtype) -> ComponentSource:
     """The stack of Linears as parameters; queries are regrouped as in the transformer."""
     state = nnx.State(
         {
-            name: {"kernel": nnx.Param(jax.ShapeDtypeStruct((layers, *shape), dtype))}
+            name: {"kernel": nnx.Param(jax.ShapeDtypeStruct((layers, *shape), dtype), dims=DIMS)}
             for name, shape in SHAPES.items()
         }
     )

@@ -67,4 +67,5 @@ def test_two_processes_read_only_their_slices(tmp_path, order):
     whole = sum(value.nbytes for value in tensors().values())
     for cost in costs:
         assert cost["devices"] == 8
-        assert cost["read"] == cost["needed"] == cost["held"] < whole
+        assert cost["read"] <= cost["needed"] == cost["held"] < whole
+    assert sum(cost["read"] for cost in costs) == whole  # what both hold is read by one

@@ -3,14 +3,17 @@
 import contextlib
 import os
 import re
+import tempfile
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from maxdiffusion.runtime.places import is_remote
 
 _unfinished: set[Path] = set()
 _lock = threading.Lock()
-_TOKEN = "[0-9a-f]{12}"
+_UNFINISHED_NAME = re.compile(r"\.(?P<stem>.+)\.[0-9a-f]{12}(?P<suffix>\.[^.]*|)")
 
 
 @contextlib.contextmanager
@@ -18,8 +21,16 @@ def replacing(path: Path) -> Iterator[Path]:
     """A path to write to, beside `path` and with its suffix, that becomes `path` at the end.
 
     The folder is made if needed. After a failure nothing is left behind, and an older file at
-    `path` is as it was.
+    `path` is as it was. What goes to object storage is written on the disk first: there a file
+    appears when all of it was sent.
     """
+    if is_remote(path):
+        with tempfile.TemporaryDirectory() as scratch:
+            local = Path(scratch) / path.name
+            yield local
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(local.read_bytes())
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")
     with _lock:
@@ -40,10 +51,11 @@ def abandon() -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_leftovers(path: Path) -> None:
-    """Removes what processes that were killed left of their attempts to write `path`."""
-    pattern = re.compile(rf"\.{re.escape(path.stem)}\.{_TOKEN}{re.escape(path.suffix)}")
-    if path.parent.is_dir():
-        for file in path.parent.iterdir():
-            if pattern.fullmatch(file.name):
-                file.unlink(missing_ok=True)
+def remove_leftovers(paths: Sequence[Path]) -> None:
+    """Removes what processes that were killed left of their attempts to write `paths`."""
+    places = {path.parent for path in paths if not is_remote(path) and path.parent.is_dir()}
+    wanted = {(path.stem, path.suffix) for path in paths}
+    for file in (file for folder in places for file in folder.iterdir()):
+        found = _UNFINISHED_NAME.fullmatch(file.name)
+        if found is not None and (found["stem"], found["suffix"]) in wanted:
+            file.unlink(missing_ok=True)

@@ -22,6 +22,8 @@ from maxdiffusion.runtime.problems import RunFailed
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
 
+IDENTITY = "episode_id"  # of the tags that mp4 knows, the one that is meant to tell videos apart
+HEADER_BYTES = 1 << 20  # the tags stand before the frames, with a few bytes for each of those
 CRF = 18  # of libx264: the usual number for no visible loss
 _RAW_STREAM = re.compile(
     r"Video: rawvideo.*?, (?P<columns>\d+)x(?P<rows>\d+)\b.*? (?P<fps>[\d.]+) fps"
@@ -58,18 +60,36 @@ def to_bytes(frame: np.ndarray) -> np.ndarray:
 
 
 def write_video(
-    path: Path, frames: Frames, *, fps: float, metadata: VideoMetadata | None = None
+    path: Path,
+    frames: Frames,
+    *,
+    fps: float,
+    metadata: VideoMetadata | None = None,
+    identity: str | None = None,
 ) -> None:
-    """Writes `frames` to `path` as H.264, of exactly their size; all of it or nothing."""
+    """Writes `frames` to `path` as H.264, of exactly their size; all of it or nothing.
+
+    `identity` is a word that `is_video_of` finds again, whatever else is said of the making.
+    """
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(f"frames of shape {frames.shape}: must be [frames, height, width, 3]")
     if not fps > 0:
         raise ValueError(f"fps={fps}: must be above 0")
     with replacing(path) as unfinished, tempfile.TemporaryDirectory() as scratch:
         tags = Path(scratch) / "tags.txt"
-        tags.write_text(format_tags(metadata.tags() if metadata else {}), "utf-8", newline="")
+        said = (metadata.tags() if metadata else {}) | ({IDENTITY: identity} if identity else {})
+        tags.write_text(format_tags(said), "utf-8", newline="")
         command = _encoder_command(frames.shape, fps, tags=tags, target=unfinished)
         _run_encoder(command, frames, path)
+
+
+def is_video_of(path: Path, identity: str) -> bool:
+    """Whether `path` is a video that was written with this identity."""
+    try:
+        with path.open("rb") as stream:
+            return identity.encode() in stream.read(HEADER_BYTES)
+    except FileNotFoundError:
+        return False
 
 
 def _encoder_command(shape: tuple[int, ...], fps: float, *, tags: Path, target: Path) -> list[str]:

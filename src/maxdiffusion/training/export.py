@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
+from maxdiffusion.runtime.coordination import barrier
 from maxdiffusion.weights.atomic import new_folder
 from maxdiffusion.weights.checkpoint_map import CheckpointMap
-from maxdiffusion.weights.export import ExportOptions, export_component
+from maxdiffusion.weights.export import ExportOptions, export_component, help_export
 
 TEXT_ENCODER = "text_encoder"
 
@@ -29,7 +31,15 @@ class NewPart:
 def export_model(
     template: Path, folder: Path, parts: Mapping[str, NewPart], *, dtype: np.dtype | None = None
 ) -> None:
-    """Writes `folder` anew: `parts` by their names, and everything else as `template` has it."""
+    """Writes `folder` anew: `parts` by their names, and everything else as `template` has it.
+
+    The first process writes, and all must call it.
+    """
+    if jax.process_index() != 0:
+        for part in parts.values():
+            help_export(part.state, part.table)
+        barrier("export")
+        return
     with new_folder(folder) as unfinished:
         for source in sorted(template.iterdir()):
             if source.name in parts:
@@ -50,6 +60,7 @@ def export_model(
                 config=config,
                 options=ExportOptions(dtype=dtype, stem=stem),
             )
+    barrier("export")
 
 
 def config_of(template: Path, component: str, **changes: Any) -> dict[str, Any]:

@@ -5,8 +5,12 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any, cast
+
+from maxdiffusion.runtime.coordination import barrier, from_first
+from maxdiffusion.runtime.places import is_remote, place
 
 UNFINISHED = ".unfinished-"
 
@@ -26,6 +30,28 @@ def new_folder(folder: Path) -> Iterator[Path]:
         _swap(unfinished, folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def new_shared_folder(folder: Path) -> Iterator[Path]:
+    """As `new_folder`, for all processes of a job to write into; the first makes and renames it.
+
+    In object storage nothing can be renamed: there the folder is emptied and written in its place,
+    and what marks it as complete must be written last.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            if is_remote(folder):
+                if folder.exists():
+                    cast(Any, folder).rmtree()
+                return os.fspath(folder)
+            stack.enter_context(only_writer(folder.parent))
+            return os.fspath(stack.enter_context(new_folder(folder)))
+
+        yield place(from_first("a new folder", begin))
+        barrier("a new folder is written")
+    barrier("a new folder is in place")
 
 
 @contextmanager

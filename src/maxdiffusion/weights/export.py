@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from jax.experimental import multihost_utils
 
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.weights.atomic import new_folder
@@ -43,7 +44,10 @@ def export_component(
     config: Mapping[str, Any],
     options: ExportOptions | None = None,
 ) -> None:
-    """Writes config.json and the weights into a new `folder`; it appears whole or not at all."""
+    """Writes config.json and the weights into a new `folder`; it appears whole or not at all.
+
+    With several processes the first writes, and the others call `help_export`.
+    """
     options = options or ExportOptions()
     if folder.exists():
         raise ProblemsFound([_exists(folder)])
@@ -51,6 +55,12 @@ def export_component(
     with new_folder(folder) as unfinished:
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         _write_files(unfinished, list(_groups(tensors, options.max_file_bytes)), options.stem)
+
+
+def help_export(state: nnx.State, table: CheckpointMap) -> None:
+    """What the processes beside the first do in `export_component`: they hand in what they hold."""
+    for tensor in _tensors(state, table, ExportOptions()):
+        tensor.values()
 
 
 def _tensors(
@@ -62,10 +72,6 @@ def _tensors(
     assert not differing, f"model and checkpoint map differ in {differing}"
     for entry in table.entries:
         parameter = parameters[entry.parameter]
-        if not parameter.is_fully_addressable:
-            raise ValueError(
-                f"{entry.parameter} is spread over several processes: gather it before the export"
-            )
         for layer, name in enumerate(entry.sources(table.layers)):
             yield TensorToWrite(
                 name=name,
@@ -85,6 +91,8 @@ class _Values:
 
     def __call__(self) -> np.ndarray:
         part = self.parameter[self.layer] if self.entry.stacked else self.parameter
+        if not part.is_fully_addressable:
+            part = multihost_utils.process_allgather(part, tiled=True)
         return self.entry.transform.invert(np.asarray(part))
 
 

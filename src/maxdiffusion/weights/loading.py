@@ -2,10 +2,12 @@
 
     stored tensors --match--> parameters --plan--> reads --threads--> buffers --> jax arrays
 
-Everything that is wrong with names and shapes is raised at once before a tensor is read. Reads are
-a few megabytes each, so the host holds that much per thread beside the parameters themselves.
+What several processes hold is read by one of them and spread (`spreading.py`). Everything that is
+wrong with names and shapes is raised at once before a tensor is read. Reads are a few megabytes
+each, so the host holds that much per thread beside the parameters themselves.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +17,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
@@ -22,10 +25,16 @@ from maxdiffusion.mesh import parameter_sharding
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.weights.checkpoint_map import CheckpointMap
 from maxdiffusion.weights.matching import Match, match_parameters
-from maxdiffusion.weights.placing import DeviceBuffer, HostBuffer, ParameterBuffers
+from maxdiffusion.weights.placing import (
+    DeviceBuffer,
+    HostBuffer,
+    ParameterBuffers,
+    held_elements,
+)
 from maxdiffusion.weights.reading import FileReader
 from maxdiffusion.weights.reads import Read, parameter_reads
 from maxdiffusion.weights.safetensors_index import StoredWeights
+from maxdiffusion.weights.spreading import Route, Way, route, spread_from_first, spread_parts
 
 READ_BYTES = 4 << 20
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -61,8 +70,11 @@ class LoadOptions:
     threads: int = min(32, 2 * (os.cpu_count() or 1))
     read_bytes: int = READ_BYTES
     buffer: type[HostBuffer] | type[DeviceBuffer] | None = None  # None: by the kind of the devices
+    small_bytes: int = 4 << 20  # up to so many are not worth a program of their own to spread
 
     def __post_init__(self) -> None:
+        if self.small_bytes < 0:
+            raise ValueError(f"small_bytes={self.small_bytes}: must be at least 0")
         for name, value in (("threads", self.threads), ("read_bytes", self.read_bytes)):
             if value < 1:
                 raise ValueError(f"{name}={value}: must be at least 1")
@@ -72,13 +84,15 @@ class _Slot(NamedTuple):
     """A parameter and the buffers that it is loaded into."""
 
     match: Match
-    buffers: ParameterBuffers
+    route: Route
+    buffers: ParameterBuffers | None  # None: this process reads nothing of it
 
     @property
     def bytes_needed(self) -> int:
-        """The stored bytes of what this process holds."""
+        """The stored bytes of what this process holds, whoever reads them."""
         stored = sum(tensor.float_dtype.itemsize for tensor in self.match.sources)
-        return self.buffers.needed // len(self.match.sources) * stored
+        held = held_elements(self.route.final, self.match.variable.shape)
+        return held // len(self.match.sources) * stored
 
 
 def load_parameters(
@@ -104,13 +118,14 @@ def load_components(
     options = options or LoadOptions()
     began = time.perf_counter()
     slots = {
-        name: [_Slot(match, _buffers(match, mesh, options)) for match in matches]
+        name: [_slot(match, mesh, options) for match in matches]
         for name, matches in match_components(sources).items()
     }
     with FileReader() as reader:
         _run([_plan(found, options) for found in slots.values()], reader, options, progress)
         bytes_read = reader.bytes_read
-    states = {name: _state(found) for name, found in slots.items()}
+    arrays = _finished([slot for found in slots.values() for slot in found])
+    states = {name: _state(found, arrays) for name, found in slots.items()}
     report = LoadReport(
         bytes_read=bytes_read,
         bytes_needed=sum(slot.bytes_needed for found in slots.values() for slot in found),
@@ -138,15 +153,24 @@ def sharding_of(match: Match, mesh: Mesh | None) -> Sharding:
     return parameter_sharding(mesh, match.dims, match.variable.shape)
 
 
-def _buffers(match: Match, mesh: Mesh | None, options: LoadOptions) -> ParameterBuffers:
+def _slot(match: Match, mesh: Mesh | None, options: LoadOptions) -> _Slot:
     variable = match.variable
-    sharding = sharding_of(match, mesh)
-    return ParameterBuffers(variable.shape, variable.dtype, sharding, options.buffer)
+    size = math.prod(variable.shape) * variable.dtype.itemsize
+    way = route(sharding_of(match, mesh), variable.shape, size, small_bytes=options.small_bytes)
+    if way.reading is None:
+        return _Slot(match, way, None)
+    buffers = ParameterBuffers(variable.shape, variable.dtype, way.reading, options.buffer)
+    return _Slot(match, way, buffers)
 
 
 def _plan(slots: list[_Slot], options: LoadOptions) -> list[Read]:
     """The reads of a component, in the order of its files."""
-    reads = [read for slot in slots for read in parameter_reads(*slot, options.read_bytes)]
+    reads = [
+        read
+        for slot in slots
+        if slot.buffers is not None
+        for read in parameter_reads(slot.match, slot.buffers, options.read_bytes)
+    ]
     return sorted(reads, key=lambda read: (read.tensor.file, read.tensor.start, read.tensor_box))
 
 
@@ -169,9 +193,33 @@ def _run(
                 future.cancel()
 
 
-def _state(slots: list[_Slot]) -> nnx.State:
+def _finished(slots: list[_Slot]) -> dict[int, jax.Array]:
+    """The parameter of every slot (by its id), where it is to lie."""
+    ways: dict[Way, list[_Slot]] = {way: [] for way in Way}
+    for slot in slots:
+        ways[slot.route.way].append(slot)
+    read = {id(slot): slot.buffers.finish() for slot in slots if slot.buffers is not None}
+    own, parts, sent = ways[Way.OWN], ways[Way.PARTS], ways[Way.FROM_FIRST]
+    arrays = {id(slot): read[id(slot)] for slot in own}
+    if parts:
+        moved = spread_parts(
+            [read.pop(id(slot)) for slot in parts], [slot.route.final for slot in parts]
+        )
+        arrays |= {id(slot): array for slot, array in zip(parts, moved, strict=True)}
+    if sent:
+        held = [np.asarray(read[id(slot)]) if id(slot) in read else None for slot in sent]
+        wanted = [
+            (slot.match.variable.shape, slot.match.variable.dtype, slot.route.final)
+            for slot in sent
+        ]
+        moved = spread_from_first(held, wanted)
+        arrays |= {id(slot): array for slot, array in zip(sent, moved, strict=True)}
+    return arrays
+
+
+def _state(slots: list[_Slot], arrays: Mapping[int, jax.Array]) -> nnx.State:
     """The variables with their values, in the structure of the abstract state."""
     flat: list[tuple[tuple[Any, ...], nnx.Variable]] = [
-        (match.path, match.variable.replace(buffers.finish())) for match, buffers in slots
+        (slot.match.path, slot.match.variable.replace(arrays[id(slot)])) for slot in slots
     ]
     return nnx.from_flat_state(flat)

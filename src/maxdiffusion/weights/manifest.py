@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from maxdiffusion import __version__
+from maxdiffusion.runtime.atomic import replacing
 from maxdiffusion.weights.checkpoint_map import CheckpointMap
 from maxdiffusion.weights.matching import Match
 
@@ -45,9 +45,8 @@ class Manifest:
 
     def write(self, file: Path) -> None:
         """Writes the manifest; a reader sees the old file or the new one."""
-        unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-        unfinished.write_text(json.dumps(asdict(self), indent=2) + "\n")
-        unfinished.replace(file)
+        with replacing(file) as unfinished:
+            unfinished.write_text(json.dumps(asdict(self), indent=2) + "\n")
 
 
 def describe(

@@ -4,9 +4,11 @@
     <cache>/<component>/parameters/      the arrays, written by orbax
 
 A component's folder is written under another name and renamed when it is complete, so one that was
-cut short is never looked at. One that does not fit is made anew, and the messages say why.
+cut short is never looked at. One that does not fit is made anew, and the messages say why. The
+processes of a job share the folder: the first decides, and each writes and reads what it holds.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,8 +18,10 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxdiffusion.runtime.coordination import exchange, from_first
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.weights.atomic import new_folder, only_writer
+from maxdiffusion.weights.atomic import new_shared_folder
 from maxdiffusion.weights.loading import (
     ComponentSource,
     LoadOptions,
@@ -56,7 +60,7 @@ def load_through_cache(
     progress: Progress | None = None,
 ) -> CachedLoad:
     """The parameters of all components; those that the cache lacks are loaded and kept there."""
-    cache = cache.expanduser().absolute()
+    cache = place(os.fspath(cache))
     _check(cache)
     slots = {
         name: _Slot(folder=cache / name, source=sources[name], matches=matches)
@@ -85,27 +89,38 @@ class _Slot:
 
     def restore(self, mesh: Mesh | None) -> tuple[nnx.State | None, str]:
         """The kept parameters if they are the wanted ones, and what to say about them."""
-        if not self.folder.exists():
+        there, reason = from_first("a kept component", self._look)
+        if not there:
             return None, f"kept in {self.folder}"
-        reason = self._refresh()
+        state = None
         if reason is None:
             try:
-                return self._read(mesh), f"taken from {self.folder}"
+                state, problem = self._read(mesh), ""
             except Exception as error:  # tensorstore raises errors of many kinds for damaged files
-                reason = f"it could not be read ({type(error).__name__})"
+                problem = f"it could not be read ({type(error).__name__})"
+            # What one process cannot read, all make anew.
+            reason = next(filter(None, exchange("a component was read", problem)), None)
+        if reason is None:
+            return state, f"taken from {self.folder}"
         return None, f"{self.folder} was made anew, because {reason}"
+
+    def _look(self) -> tuple[bool, str | None]:
+        """Whether there are kept parameters, and why they are not the wanted ones."""
+        return (True, self._refresh()) if self.folder.exists() else (False, None)
 
     def keep(self, state: nnx.State, before: list[tuple[str, int, int]]) -> None:
         """Writes the parameters and their manifest; the files must not have changed meanwhile."""
-        files = hash_files(self.source.stored.files)
+        first = jax.process_index() == 0
+        files = hash_files(self.source.stored.files) if first else ()
         if self.identities() != before:
             raise ProblemsFound([_changed(self.source.stored.folder)])
         values = {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
         try:
-            with only_writer(self.folder.parent), new_folder(self.folder) as unfinished:
+            with new_shared_folder(self.folder) as unfinished:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(unfinished / PARAMETERS, values)
-                describe(self.source.table, self.matches, files).write(unfinished / MANIFEST)
+                if first:
+                    describe(self.source.table, self.matches, files).write(unfinished / MANIFEST)
         except OSError as error:
             rule = f"could not be written ({error.strerror})"
             raise ProblemsFound([_unusable(self.folder, rule)]) from error
@@ -151,9 +166,6 @@ def _checkpointer() -> "ocp.StandardCheckpointer":
 
 def _check(cache: Path) -> None:
     """Raises unless the cache can be used by this job."""
-    if jax.process_count() > 1:
-        rule = f"serves one process, and this job has {jax.process_count()}"
-        raise ProblemsFound([_unusable(cache, rule)])
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -110,6 +110,20 @@ def _write(whole: jax.Array, part: jax.Array, starts: tuple[np.int32, ...]) -> j
     return jax.lax.dynamic_update_slice(whole, part, starts)
 
 
+def holders_here(sharding: Sharding, shape: tuple[int, ...]) -> dict[Box, list[jax.Device]]:
+    """The different slices that devices of this process hold, and which do."""
+    holders: dict[Box, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(shape).items():
+        box = box_of_slices(index or (slice(None),) * len(shape), shape)
+        holders.setdefault(box, []).append(device)
+    return holders
+
+
+def held_elements(sharding: Sharding, shape: tuple[int, ...]) -> int:
+    """How many elements this process holds, each counted once."""
+    return sum(volume(box) for box in holders_here(sharding, shape))
+
+
 class ParameterBuffers:
     """All slices of one parameter that this process holds."""
 
@@ -121,10 +135,7 @@ class ParameterBuffers:
         kind: type[HostBuffer] | type[DeviceBuffer] | None = None,
     ):
         self.shape, self._dtype, self._sharding = shape, dtype, sharding
-        holders: dict[Box, list[jax.Device]] = {}
-        for device, index in sharding.addressable_devices_indices_map(shape).items():
-            box = box_of_slices(index or (slice(None),) * len(shape), shape)
-            holders.setdefault(box, []).append(device)
+        holders = holders_here(sharding, shape)
         if kind is None:
             on_host = all(d.platform == "cpu" for held in holders.values() for d in held)
             kind = HostBuffer if on_host else DeviceBuffer

@@ -1,0 +1,106 @@
+"""Prints what each process of a job reads of a checkpoint beside what its devices hold.
+
+    python scripts/bench_load_processes.py --processes 2 --gigabytes 0.5
+
+Writes the synthetic checkpoint of bench_load.py to a temporary folder and starts the processes on
+this machine, with eight CPU devices in all. They load it once with whole weights on every device
+and once with weights split over all devices, each time from cold files.
+"""
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from bench_load import COMPONENTS, drop, source_of, write_checkpoint
+
+DEVICES = 8
+
+
+def main() -> None:
+    """Starts the processes and prints a table of what they say."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--processes", type=int, default=2, help="processes, which divide eight")
+    parser.add_argument("--gigabytes", type=float, default=0.5, help="size of the checkpoint")
+    parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
+    parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        work(**arguments.worker)
+        return
+    if arguments.processes < 1 or DEVICES % arguments.processes:
+        parser.error(f"--processes {arguments.processes}: must divide the {DEVICES} devices")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as root:
+        import jax.numpy as jnp
+
+        layers = write_checkpoint(Path(root), arguments.gigabytes, jnp.dtype("bfloat16"))
+        report(start(arguments.processes, root, layers))
+
+
+def start(processes: int, root: str, layers: int) -> list[list[dict[str, object]]]:
+    """What every process says of its loads."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        address = f"localhost:{probe.getsockname()[1]}"
+    flags = f"--xla_force_host_platform_device_count={DEVICES // processes}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    started = []
+    for index in range(processes):
+        job = {"address": address, "processes": processes, "process": index}
+        worker = json.dumps({"root": root, "layers": layers, **job})
+        line = [sys.executable, __file__, "--worker", worker]
+        started.append(subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True))
+    said = [process.communicate()[0] for process in started]
+    if any(process.returncode for process in started):
+        sys.exit("a process failed")
+    return [
+        [json.loads(line) for line in text.splitlines() if line.startswith("{")] for text in said
+    ]
+
+
+def report(said: list[list[dict[str, object]]]) -> None:
+    """Prints a line for every load and process, and one for the job."""
+    print("weights     process  read MB  needed MB  read/needed  seconds")
+    for loads in zip(*said, strict=True):
+        for index, load in enumerate(loads):
+            read, needed = load["read"] / 1e6, load["needed"] / 1e6
+            ratio = f"{read:8.1f} {needed:10.1f} {read / needed:12.2f} {load['seconds']:8.2f}"
+            print(f"{load['weights']:11} {index:7} {ratio}")
+        whole = loads[0]["whole"] / 1e6
+        total = sum(load["read"] for load in loads) / 1e6
+        print(f"{loads[0]['weights']:11} {'job':>7} {total:8.1f} of {whole:.1f} MB in the files")
+
+
+def work(root: str, layers: int, address: str, processes: int, process: int) -> None:
+    """One process: loads on two meshes, and prints what it cost as JSON."""
+    import jax
+    import jax.numpy as jnp
+
+    from maxdiffusion.mesh import MeshShape, build_mesh
+    from maxdiffusion.runtime.coordination import barrier
+    from maxdiffusion.runtime.joining import Patience, Place, join
+    from maxdiffusion.weights.loading import load_components
+
+    if processes > 1:
+        join(Place(address=address, processes=processes, process=process), Patience())
+    sources = {
+        name: source_of(Path(root) / name, layers, jnp.dtype("bfloat16")) for name in COMPONENTS
+    }
+    tensors = [tensor for source in sources.values() for tensor in source.stored.tensors.values()]
+    for weights, shape in (("whole", MeshShape(data=8)), ("split", MeshShape(fsdp=8))):
+        drop([file for source in sources.values() for file in source.stored.files])
+        barrier("load")
+        _, cost = load_components(sources, mesh=build_mesh(shape))
+        line = {"weights": weights, "read": cost.bytes_read, "needed": cost.bytes_needed}
+        line |= {"seconds": cost.seconds, "whole": sum(t.stop - t.start for t in tensors)}
+        print(json.dumps(line), flush=True)
+    if processes > 1:
+        jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Folders and files on a disk or in object storage, through the library that orbax uses for both.
+
+gs://, s3://, az:// and hf:// need their own library (gcsfs, s3fs, ...), which is not installed with
+this package; all else is a path on a disk.
+"""
+
+import os
+from pathlib import Path
+from typing import cast
+
+from etils import epath
+
+from maxdiffusion.runtime.problems import Problem
+
+LIBRARIES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"}
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in object storage."""
+    return "://" in os.fspath(path)
+
+
+def place(text: str) -> Path:
+    """A path that can be read and written, wherever it is; a disk's is absolute."""
+    if is_remote(text):
+        return cast(Path, epath.Path(text))  # has the methods of Path, and is none
+    return Path(text).expanduser().absolute()
+
+
+def remote_problem(name: str, text: str) -> Problem | None:
+    """Why object storage cannot be used; None if it answers."""
+    scheme = text.split("://", 1)[0]
+    if scheme not in LIBRARIES:
+        known = ", ".join(f"{known}://" for known in LIBRARIES)
+        rule = f"must be a path on a disk or begin with one of {known}"
+        return Problem(name=name, value=text, rule=rule, remedy="Use one of these")
+    try:
+        epath.Path(text).exists()
+    except Exception as error:  # each library has errors of its own
+        rule = f"does not answer ({type(error).__name__}: {str(error).splitlines()[0][:160]})"
+        remedy = f"pip install {LIBRARIES[scheme]}, and log in; or write to a disk"
+        return Problem(name=name, value=text, rule=rule, remedy=remedy)
+    return None

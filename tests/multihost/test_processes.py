@@ -1,0 +1,72 @@
+"""Real processes: they join or say why not, agree or name the odd one, and end together."""
+
+import json
+import time
+
+from multihost.launching import ROOT, TINY, free_address, launched, run
+from weights.small_model import save, tensors
+
+WORKER = ROOT / "tests" / "multihost" / "worker.py"
+COMMAND = ("-m", "maxdiffusion.generate_wan", TINY)
+
+
+def test_a_process_that_differs_is_named_before_weights_are_touched(tmp_path):
+    own = [("seed=1",), ("seed=1",), ("seed=2",), ("seed=1",)]
+    command = (*COMMAND, f"output_dir={tmp_path / 'out'}", "height=48", "width=32")
+    with launched(4, command, own=own) as started:
+        codes = [one.end() for one in started]
+        said = [one.said for one in started]
+    assert codes == [2, 2, 2, 2], said
+    for one in said:
+        assert "seed on process 2 (host" in one
+        assert "=2: is 1 on the other processes." in one
+        assert "model:" not in one  # the plan, which comes before weights
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_job_that_does_not_come_together_says_where_and_how_long(tmp_path):
+    address = free_address()
+    waiting = (
+        *(f"jax_coordinator_address={address}", "jax_num_processes=2"),
+        *("jax_distributed_initialization_timeout=3", f"output_dir={tmp_path}"),
+    )
+    with launched(1, (*COMMAND, *waiting, "jax_process_id=0")) as (first,):
+        assert first.end() == 1
+        said = first.said
+    assert "process 0 of 2 on host" in said
+    assert f"could not join the job at {address} within" in said
+    assert "jax_distributed_initialization_timeout=3 s" in said
+    assert "others are missing" in said
+
+
+def test_processes_that_diverge_or_stand_still_are_named(tmp_path):
+    with launched(2, (WORKER, "stand_still", tmp_path)) as started:
+        started[1].wait_for("diverged")
+        began = time.monotonic()
+        codes = [one.end() for one in started]
+        said = [one.said for one in started]
+    assert codes == [1, 1], said
+    assert time.monotonic() - began < 60  # of which 2 are the limit; the culprit sleeps for 120
+    for one in said:
+        assert "diverged: the latents of seed 7 came out otherwise on process 1 (host" in one
+        assert "stopped: process 1 (host" in one
+        assert "hangs at 'before the step'" in one
+        assert "others wait at 'the step'" in one
+    assert "time.sleep" in said[1] or "stand_still" in said[1]  # where the culprit stood
+
+
+def test_what_all_hold_is_read_once_in_the_job(tmp_path):
+    folder = save(tmp_path, tensors())
+    whole = sum(value.nbytes for value in tensors().values())
+    costs = [
+        [json.loads(line) for line in said.splitlines() if line.startswith("{")]
+        for said in run(2, (WORKER, "load", folder))
+    ]
+    for first, second in zip(*costs, strict=True):
+        assert first["read"] + second["read"] == whole
+        assert first["read"] <= first["needed"]
+        assert second["read"] <= second["needed"]
+    # On the first mesh all weights are everywhere: each process needs them all.
+    assert costs[0][0]["needed"] == costs[1][0]["needed"] == whole
+    # In parts, each process reads about half of it.
+    assert abs(costs[0][2]["read"] - whole / 2) < whole / 4

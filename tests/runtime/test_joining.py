@@ -1,0 +1,72 @@
+"""Where a job meets: from keys, from the environment, or found by jax."""
+
+import pytest
+
+from maxdiffusion.runtime.joining import Patience, Place, find_place, stated_place
+from maxdiffusion.runtime.problems import ProblemsFound
+
+PATIENCE = Patience(join=5)
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "node[001-004]",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch):
+    for name in (*SLURM, "JAX_COORDINATOR_ADDRESS", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def found(address="", processes=None, process=None, **environment):
+    stated = stated_place(address, processes, process, environment)
+    return find_place(stated, patience=PATIENCE)
+
+
+def test_a_machine_by_itself_runs_alone():
+    assert found() is None
+    assert found(processes=1) is None
+    assert found("host:1234", 1, 0) is None
+
+
+def test_keys_win_over_the_environment():
+    variables = {
+        "JAX_COORDINATOR_ADDRESS": "other:1",
+        "JAX_NUM_PROCESSES": "8",
+        "JAX_PROCESS_ID": "5",
+    }
+    assert found(**variables) == Place(address="other:1", processes=8, process=5)
+    assert found("host:2", process=3, **variables) == Place(
+        address="host:2", processes=8, process=3
+    )
+
+
+def test_slurm_is_found_and_may_be_corrected(monkeypatch):
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert found() == Place(address="node001:61441", processes=4, process=2)
+    assert found("host:9") == Place(address="host:9", processes=4, process=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("host:1", None, None), ["jax_num_processes=None", "jax_process_id=None"]),
+        (("", 2, 0), ["jax_coordinator_address=None: a job of several processes needs it"]),
+        (("host", 2, 0), ["jax_coordinator_address='host': must be host:port"]),
+        (("host:1", 2, 2), ["jax_process_id=2: must be below jax_num_processes=2"]),
+    ],
+)
+def test_what_is_missing_or_wrong_is_said_with_its_key(arguments, words):
+    with pytest.raises(ProblemsFound) as caught:
+        found(*arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_variable_that_is_no_number_is_named():
+    with pytest.raises(ProblemsFound, match="JAX_PROCESS_ID='two': must be a whole number"):
+        found("host:1", 2, JAX_PROCESS_ID="two")
