@@ -1,6 +1,7 @@
 """Batches come in a fixed order; caches are filled once and go on where they stopped."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from maxdiffusion.training.clips import ClipFormat
 from maxdiffusion.training.data import Batches, Order
 from maxdiffusion.training.latent_cache import CachedClips, CachePlan, fill_cache
 from maxdiffusion.training.sources import SyntheticClips
-from maxdiffusion.training.video_folder import UnusableClip, VideoFolder
+from maxdiffusion.training.video_folder import ClipSize, UnusableClip, VideoClips, videos_in
 
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=11, seed=4)
 PLAN = CachePlan(model="a", caption_tokens=64, shard=4, batch=3)
@@ -98,8 +99,11 @@ def test_a_cache_of_other_clips_is_refused(tmp_path):
         CachedClips(tmp_path / "none")
 
 
-def folder_of(path):
-    return VideoFolder(folder=path, frames=5, height=16, width=32)
+SIZE = ClipSize(frames=5, height=16, width=32)
+
+
+def clips_of(path):
+    return VideoClips(videos=videos_in(path), size=SIZE)
 
 
 def write(path, frames=6, size=(32, 64), caption="a clip"):
@@ -112,7 +116,7 @@ def write(path, frames=6, size=(32, 64), caption="a clip"):
 def test_videos_with_captions_become_clips_of_one_size(tmp_path):
     write(tmp_path / "b.mp4", caption="second")
     write(tmp_path / "a.mp4", caption="first")
-    clips = folder_of(tmp_path)
+    clips = clips_of(tmp_path)
     assert [clips.caption(index) for index in range(len(clips))] == ["first", "second"]
     assert clips[0]["video"].shape == (5, 16, 32, 3)
 
@@ -121,22 +125,22 @@ def test_captions_may_stand_in_one_file(tmp_path):
     write(tmp_path / "a.mp4", caption="")
     line = {"file": "a.mp4", "caption": "listed"}
     (tmp_path / "captions.jsonl").write_text(json.dumps(line) + "\n")
-    assert folder_of(tmp_path).caption(0) == "listed"
+    assert clips_of(tmp_path).caption(0) == "listed"
     (tmp_path / "captions.jsonl").write_text('{"file": "a.mp4"}\n')
     with pytest.raises(ProblemsFound, match="line 1 must be"):
-        len(folder_of(tmp_path))
+        videos_in(tmp_path)
 
 
 def test_what_is_wrong_with_a_folder_is_said_at_once(tmp_path):
     with pytest.raises(ProblemsFound, match=r"holds no \.mp4"):
-        len(folder_of(tmp_path))
+        videos_in(tmp_path)
     write(tmp_path / "a.mp4", caption="")
     (tmp_path / "b.txt").write_text("no video")
     with pytest.raises(ProblemsFound) as caught:
-        len(folder_of(tmp_path))
-    assert sorted(problem.rule for problem in caught.value.problems) == [
-        "has no caption (a .txt beside it)",
-        "is missing",
+        videos_in(tmp_path)
+    assert [(Path(str(problem.value)).name, problem.rule) for problem in caught.value.problems] == [
+        ("a.mp4", "has no caption (a .txt beside it)"),
+        ("b.mp4", "is missing"),
     ]
 
 
@@ -146,7 +150,7 @@ def test_bad_clips_are_skipped_and_listed(tmp_path):
     write(tmp_path / "small.mp4", size=(8, 8))
     (tmp_path / "broken.mp4").write_bytes(b"not a video")
     (tmp_path / "broken.txt").write_text("a clip")
-    clips = folder_of(tmp_path)
+    clips = clips_of(tmp_path)
     with pytest.raises(UnusableClip, match="could not read"):
         clips[0]
     cache = tmp_path / "cache"
@@ -155,5 +159,5 @@ def test_bad_clips_are_skipped_and_listed(tmp_path):
     skipped = cache / "skipped.jsonl"
     reasons = [json.loads(line)["reason"] for line in skipped.read_text().splitlines()]
     assert len(reasons) == 3
-    assert "has 2 frames, and 5 are needed" in reasons[1]
-    assert "is 8x8, and 32x16 is needed" in reasons[2]
+    assert "is 2x32x64, and 5x16x32" in reasons[1]
+    assert "is 6x8x8, and 5x16x32" in reasons[2]

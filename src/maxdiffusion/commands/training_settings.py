@@ -23,7 +23,7 @@ from maxdiffusion.training.latent_cache import CaptionedClips
 from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate, Optimiser
 from maxdiffusion.training.remat import Remat, RematPolicy
 from maxdiffusion.training.sources import SyntheticClips
-from maxdiffusion.training.video_folder import VideoFolder
+from maxdiffusion.training.video_folder import ClipSize, VideoClips, videos_in
 from maxdiffusion.training.wan_training import BatchShape, WanTraining
 
 CAPTION_BUCKETS = (32, 64, 128, 256)
@@ -101,12 +101,8 @@ def windows(config: Config) -> CaptionedClips:
 def clips(config: Config) -> CaptionedClips:
     """The clips that a config names."""
     if config.dataset_type == "videos":
-        return VideoFolder(
-            folder=Path(config.train_data_dir).expanduser(),
-            frames=config.num_frames,
-            height=config.height,
-            width=config.width,
-        )
+        folder = Path(config.train_data_dir).expanduser()
+        return VideoClips(videos=videos_in(folder), size=clip_size(config))
     if config.dataset_type != "synthetic":
         rule = "clips come from `synthetic` or from `videos`, a folder with captions"
         remedy = "Use dataset_type=synthetic, or dataset_type=videos train_data_dir=FOLDER"
@@ -121,6 +117,11 @@ def clips(config: Config) -> CaptionedClips:
         frames=config.num_frames, size=config.height, pair_share=config.synthetic_pair_share
     )
     return SyntheticClips(clip=clip, count=config.synthetic_clips, seed=config.seed)
+
+
+def clip_size(config: Config) -> ClipSize:
+    """The one size that clips have where there are no buckets."""
+    return ClipSize(frames=config.num_frames, height=config.height, width=config.width)
 
 
 def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> BatchShape:

@@ -28,6 +28,9 @@ CRF = 18  # of libx264: the usual number for no visible loss
 _RAW_STREAM = re.compile(
     r"Video: rawvideo.*?, (?P<columns>\d+)x(?P<rows>\d+)\b.*? (?P<fps>[\d.]+) fps"
 )
+_ROTATION = re.compile(r"displaymatrix: rotation of (?P<degrees>-?[\d.]+) degrees")
+_DIMENSIONS = re.compile(r"^#dimensions 0: (?P<columns>\d+)x(?P<rows>\d+)$", re.MULTILINE)
+_SCALING = "bicubic+accurate_rnd+full_chroma_int"  # bicubic averages over what it shrinks
 
 
 class VideoError(RunFailed):
@@ -145,6 +148,29 @@ def read_video(path: Path) -> tuple[UInt8[np.ndarray, "F Y X 3"], float]:
     about = streams[-1]  # after the tags, whose text may say anything
     columns, rows, fps = int(about["columns"]), int(about["rows"]), float(about["fps"])
     return np.frombuffer(raw, np.uint8).reshape(-1, rows, columns, 3), fps
+
+
+def measure_video(path: Path) -> tuple[int, int, int]:
+    """Frames, height and width of a video as it is shown; nothing is decoded."""
+    listed, said = _read(path, "-map", "0:v:0", "-c", "copy", "-f", "framecrc", level="info")
+    table = listed.decode("utf-8", "replace")
+    about = _DIMENSIONS.search(table)
+    if about is None:
+        raise VideoError(f"{path}: ffmpeg found no size in it")
+    frames = sum(1 for line in table.splitlines() if line.startswith("0,"))
+    rows, columns = int(about["rows"]), int(about["columns"])
+    turns = [float(found["degrees"]) for found in _ROTATION.finditer(said)]
+    upright = not turns or round(turns[-1] / 90) % 2 == 0
+    return (frames, rows, columns) if upright else (frames, columns, rows)
+
+
+def read_clip(path: Path, *, frames: int, height: int, width: int) -> UInt8[np.ndarray, "F Y X 3"]:
+    """The first `frames` frames, scaled to cover the size and cut at the centre."""
+    cover = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags={_SCALING}"
+    form = ("-f", "rawvideo", "-pix_fmt", "rgb24")
+    filters = ("-map", "0:v:0", "-frames:v", str(frames), "-vf", f"{cover},crop={width}:{height}")
+    raw, _ = _read(path, *filters, *form, level="error")
+    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
 
 
 def read_metadata(path: Path) -> dict[str, str]:

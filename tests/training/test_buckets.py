@@ -1,0 +1,147 @@
+"""Videos go where they lose least; a batch has one size, and a stream goes on exactly."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.runtime.video import measure_video, read_clip, write_video
+from maxdiffusion.training import buckets
+from maxdiffusion.training.buckets import bucket_of, kept, sort_videos
+from maxdiffusion.training.data import Batches, Order
+from maxdiffusion.training.video_folder import ClipSize, videos_in
+
+
+def size(frames, height, width):
+    return ClipSize(frames=frames, height=height, width=width)
+
+
+WIDE, TALL, SQUARE, SHORT = (
+    size(81, 480, 832),
+    size(81, 832, 480),
+    size(81, 720, 720),
+    size(17, 720, 1280),
+)
+ALL = (WIDE, TALL, SQUARE, SHORT)
+
+
+@pytest.mark.parametrize(
+    ("clip", "expected"),
+    [
+        (size(81, 720, 1280), WIDE),  # two thirds of the detail, rather than half of the picture
+        (size(100, 1080, 1080), SQUARE),
+        (size(90, 1280, 720), TALL),
+        (size(20, 720, 1280), SHORT),  # the only one that is short enough
+        (size(81, 480, 832), WIDE),
+        (size(81, 100, 100), None),
+    ],
+)
+def test_a_clip_goes_where_it_loses_least(clip, expected):
+    assert bucket_of(clip, ALL) == expected
+
+
+def test_what_is_kept_counts_length_picture_and_detail():
+    assert kept(WIDE, WIDE) == 1
+    assert kept(size(162, 480, 832), WIDE) == 0.5  # half of the frames
+    assert kept(size(81, 960, 1664), WIDE) == 0.5  # half of the detail
+    assert kept(size(81, 480, 1664), WIDE) == 0.5  # half of the picture
+
+
+def write(path, frames, height, width):
+    video = np.zeros((frames, height, width, 3), np.uint8)
+    video[:, : height // 2] = (250, 0, 0)
+    video[-1] = (0, 0, 250)
+    write_video(path, video, fps=8)
+    path.with_suffix(".txt").write_text(path.stem)
+
+
+def test_videos_are_measured_once_and_cut_to_their_bucket(tmp_path, monkeypatch):
+    write(tmp_path / "a.mp4", 7, 32, 64)
+    write(tmp_path / "b.mp4", 5, 64, 32)
+    write(tmp_path / "c.mp4", 5, 16, 16)
+    (tmp_path / "d.mp4").write_bytes(b"nothing")
+    (tmp_path / "d.txt").write_text("broken")
+    assert measure_video(tmp_path / "a.mp4") == (7, 32, 64)
+    wide, tall = size(5, 16, 32), size(5, 32, 16)
+    notes = tmp_path / "notes" / "sizes.jsonl"
+    found = sort_videos(videos_in(tmp_path), (wide, tall), notes=notes)
+    names = {key: [file.name for file, _ in held] for key, held in found.buckets.items()}
+    assert names == {wide: ["a.mp4"], tall: ["b.mp4"]}
+    reasons = {file.name: why for file, why in found.left_out.items()}
+    assert "is 5x16x16, and smaller than every bucket (5x16x32, 5x32x16)" in reasons["c.mp4"]
+    assert "could not read" in reasons["d.mp4"]
+
+    measured = []
+    monkeypatch.setattr(buckets, "size_of", lambda file: measured.append(file.name) or wide)
+    notes.write_text(notes.read_text() + '{"file": "cut sho')  # as a killed process leaves it
+    again = sort_videos(videos_in(tmp_path), (wide, tall), notes=notes)
+    assert measured == ["d.mp4"]  # which had no size to note
+    assert again.left_out.keys() == {tmp_path / "c.mp4"}
+    assert [json.loads(line)["size"] for line in notes.read_text().splitlines()[-1:]] == [
+        vars(wide)
+    ]
+
+    clip = read_clip(tmp_path / "a.mp4", frames=5, height=16, width=16)
+    assert clip.shape == (5, 16, 16, 3)
+    # H.264 keeps plain colours to a few steps of 255.
+    np.testing.assert_allclose(clip[4, 2, 8].astype(int), (250, 0, 0), atol=12)
+    np.testing.assert_allclose(clip[4, 13, 8].astype(int), (0, 0, 0), atol=12)
+
+
+class Numbered:
+    """Samples that are their own numbers, in rows of some width."""
+
+    def __init__(self, count, width):
+        self.count, self.width = count, width
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        return {"rows": np.full(self.width, index)}
+
+
+def drawn(batches, count):
+    return [next(batches)["rows"] for _ in range(count)]
+
+
+BOTH = (Numbered(8, 2), Numbered(24, 3))
+ORDER = Order(batch=4, seed=3)
+
+
+def test_a_batch_has_one_size_and_a_pass_has_every_clip():
+    found = drawn(Batches(BOTH, ORDER), 16)
+    for width, count in ((2, 8), (3, 24)):
+        numbers = np.concatenate([rows[:, 0] for rows in found if rows.shape[1] == width])
+        # Two passes: every clip twice, and in another order.
+        assert sorted(numbers) == sorted([*range(count)] * 2)
+        assert numbers[:count].tolist() != numbers[count:].tolist()
+
+
+def test_a_stream_of_several_sizes_goes_on_from_its_position():
+    expected = drawn(Batches(BOTH, ORDER), 11)
+    first = Batches(BOTH, ORDER)
+    drawn(first, 5)
+    later = Batches(BOTH, ORDER)
+    later.seek(json.loads(json.dumps(first.position)))
+    for one, other in zip(drawn(later, 6), expected[5:], strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_processes_share_every_batch(monkeypatch):
+    whole = drawn(Batches(BOTH, ORDER), 9)
+    shares = []
+    for index in range(2):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        shares.append(drawn(Batches(BOTH, ORDER), 9))
+    for together, one, other in zip(whole, *shares, strict=True):
+        assert one.shape == other.shape == (2, together.shape[1])
+        assert sorted([*one[:, 0], *other[:, 0]]) == sorted(together[:, 0])
+
+
+def test_a_size_with_too_few_clips_is_named():
+    with pytest.raises(ProblemsFound, match=r"size 1 of 2=8: .*one batch of 9.*video_buckets"):
+        Batches(BOTH, Order(batch=9))
