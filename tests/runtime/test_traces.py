@@ -7,7 +7,7 @@ import pytest
 from maxdiffusion.commands.read_profile import table
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
-from maxdiffusion.runtime.traces import HostProfile, read_profiles, scope_of
+from maxdiffusion.runtime.traces import HostProfile, _on_device, read_profiles, scope_of
 
 
 @jax.jit
@@ -69,6 +69,16 @@ def test_a_folder_without_traces_is_refused(tmp_path):
 )
 def test_the_scopes_of_a_path(path, scope):
     assert scope_of(path) == scope
+
+
+def test_operations_of_a_tpu_bring_their_paths():
+    path = "jit(denoise_step)/blocks/while/body/ffn/mlp/dot_general:"
+    fusion = "%fusion.7 = bf16[8,128]{1,0:T(8,128)} fusion(bf16[8,128] %a), kind=kOutput"
+    loop = "%while.1 = (s32[], bf16[8]{0}) while((s32[], bf16[8]{0}) %tuple), body=%body"
+    assert _on_device("XLA Ops", fusion, {"tf_op": path}) == path
+    assert scope_of(path) == "blocks/ffn/mlp"
+    assert _on_device("XLA Ops", loop, {"tf_op": path}) is None
+    assert _on_device("Async XLA Ops", fusion, {"tf_op": path}) is None
 
 
 def host(name: str, **scopes: float) -> HostProfile:

@@ -128,6 +128,21 @@ def test_gcloud_runs_on_every_worker(tmp_path):
     assert words[3:] == [".venv/bin/python", "-m", "maxdiffusion.generate_wan", *RUN]
 
 
+def test_gcloud_benches_on_every_worker(tmp_path):
+    _, said = run_script(
+        tmp_path, "gcloud.sh", "bench", RUN[0], "--batches", "1,2", TPU="t", ZONE="z"
+    )
+    (command,) = [word for word in said if word.startswith("--command=")]
+    words = shlex.split(command.removeprefix("--command="))
+    assert words[3:] == [
+        ".venv/bin/python",
+        "scripts/bench_attention.py",
+        RUN[0],
+        "--batches",
+        "1,2",
+    ]
+
+
 def test_slurm_starts_one_process_on_each_node(tmp_path):
     text = (FOLDER / "slurm.sbatch").read_text()
     settings = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(.*))?$", text, re.MULTILINE))

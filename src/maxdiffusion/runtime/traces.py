@@ -25,6 +25,7 @@ _PLUMBING = re.compile(
 _WRAPPED = re.compile(r"((?:\w+\()*)(\w*)\)*")
 UNNAMED = "(no scope)"
 STEPS = ("denoise", "train")
+HOST = "/host:CPU"
 
 Operations = Mapping[str, Mapping[str, tuple[str, str]]]  # program -> operation -> opcode, path
 
@@ -68,7 +69,7 @@ def read_profile(host: str, trace: Path) -> HostProfile:
         stats = dict(event.stats)
         if event.name in STEPS and "step_num" in stats:
             steps[stats["step_num"]] = event.duration_ns * 1e-9
-        work = _operation(line, event.name, stats, operations)
+        work = _on_host(stats, operations) if plane == HOST else _on_device(line, event.name, stats)
         if work is not None:
             devices.add((plane, stats.get("device_ordinal")))
             seconds[scope_of(work)] += event.duration_ns * 1e-9
@@ -92,18 +93,19 @@ def events_in(data: jax.profiler.ProfileData) -> Iterator[tuple[str, str, Any]]:
                     yield plane.name, line.name, event
 
 
-def _operation(
-    line: str, name: str, stats: Mapping[str, object], operations: Operations
-) -> str | None:
-    """The path of the operation that an event is; None if it is none, or only holds others."""
-    program = operations.get(str(stats.get("hlo_module")))
-    if program is not None:  # a CPU names operation and program
-        opcode, path = program.get(str(stats.get("hlo_op")), ("", ""))
-        return None if opcode in _HOLDERS else path
-    if line != "XLA Ops":
+def _on_host(stats: Mapping[str, object], operations: Operations) -> str | None:
+    """The path of an operation on a CPU, which names it and its program; None if it is none."""
+    program = operations.get(str(stats.get("hlo_module")), {})
+    opcode, path = program.get(str(stats.get("hlo_op")), ("while", ""))
+    return None if opcode in _HOLDERS else path
+
+
+def _on_device(line: str, name: str, stats: Mapping[str, object]) -> str | None:
+    """The path of an operation on a TPU, which gives it as text, and the path; None if none."""
+    found = re.search(r" ([\w-]+)\(", name)
+    if line != "XLA Ops" or (found and found[1] in _HOLDERS):
         return None
-    opcode = re.search(r" ([\w-]+)\(", name)  # a TPU gives the operation as text, and its path
-    return None if opcode and opcode[1] in _HOLDERS else str(stats.get("tf_op", ""))
+    return str(stats.get("tf_op", ""))
 
 
 def scope_of(path: str) -> str:
