@@ -20,6 +20,7 @@ USAGE = """usage: python -m maxdiffusion.preflight_wan CONFIG.yml topology=NAME 
   key=value               overrides a key, as for generate_wan
   report=preflight.json   writes the report as JSON too
   compare='["ulysses_custom", "ulysses_ring_custom:2x2"]'    ranks attentions and splits
+  aot_cache_dir=programs  keeps the programs, for generate_wan to start from with the same key
   scan_cp=4,8,16,32       estimates how the cost grows with the context; compiles nothing
 
 docs/preflight.md explains the report, docs/configuration.md lists all keys."""

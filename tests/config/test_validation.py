@@ -199,8 +199,6 @@ REFUSED = {
     "scheduler_dtype": "bfloat16",
     "do_classifier_free_guidance": "false",
     "guidance_rescale": "0.7",
-    "enable_tile_search": "true",
-    "aot_cache_dir": "aot",
     "compile_topology_num_slices": "2",
     "enable_ml_diagnostics": "true",
     "enable_ssim": "true",

@@ -3,7 +3,7 @@
 import pytest
 
 from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.compile_errors import explain
+from maxdiffusion.preflight.compile_errors import explain, is_refusal
 
 VMEM = (
     "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem "
@@ -34,10 +34,25 @@ def test_too_much_hbm_names_the_split(program, key):
     assert "16 GiB" in problem
 
 
-def test_anything_else_is_quoted():
+def test_a_kernel_without_a_layout_names_the_blocks():
     problem = str(
         explain("denoise_step", "INTERNAL: Mosaic failed: odd layout\n trace", CHIPS["v6e"])
     )
-    assert "the TPU compiler refuses it: INTERNAL: Mosaic failed: odd layout" in problem
+    assert "has no form on TPU v6e (Trillium) at these sizes: INTERNAL: Mosaic failed" in problem
+    assert "multiples of 128 for flash_block_sizes.block_q" in problem
+
+
+def test_anything_else_is_quoted():
+    problem = str(explain("denoise_step", "INTERNAL: a bug\n trace", CHIPS["v6e"]))
+    assert "the TPU compiler refuses it: INTERNAL: a bug" in problem
     assert "attention" in problem
     assert "no reason given" in str(explain("start", "", CHIPS["v6e"]))
+
+
+def test_mistakes_of_this_program_are_not_taken_for_refusals():
+    from jax._src.pallas.mosaic.error_handling import MosaicError
+
+    assert is_refusal(MosaicError("layout"))
+    assert is_refusal(NotImplementedError("Pallas"))
+    assert not is_refusal(KeyError("x"))
+    assert not is_refusal(TypeError("x"))

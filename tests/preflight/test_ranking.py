@@ -53,4 +53,8 @@ def test_a_ranking_is_sorted_and_written(tmp_path, capsys):
     written = json.loads(path.read_text())
     assert [row["label"] for row in written] == ["quick", "slow"]
     assert written[0]["seconds_per_step"] == 2.0
-    assert path.with_suffix(".svg").exists()
+    page = path.with_suffix(".html").read_text()
+    assert page.index("quick") < page.index("slow")
+    assert "<svg" in page
+    assert "<td>50.0%</td>" in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")  # it needs nothing else

@@ -1,5 +1,6 @@
 """The command itself, on a small model, with libtpu's compiler; needs no TPU."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -85,3 +86,72 @@ def test_a_mesh_that_does_not_fit_is_refused():
     assert done.returncode == 2
     assert "number of devices in a slice is 4" in done.stderr
     assert done.stdout == ""
+
+
+def test_a_second_process_that_may_not_share_libtpu_is_told_so():
+    with Path("/tmp/libtpu_lockfile").open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        done = run("topology=tpu7x:2x2x1", ALLOW_MULTIPLE_LIBTPU_LOAD="0")
+    assert done.returncode == 2
+    assert "another process holds libtpu's lock" in done.stderr
+    assert "ALLOW_MULTIPLE_LIBTPU_LOAD=1" in done.stderr
+
+
+REFUSALS = """
+import sys
+from maxdiffusion.preflight.topology import describe_devices, prepare_environment, read_topology
+topology = read_topology("tpu7x:2x2x1")
+prepare_environment(topology)
+import jax, jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec
+from maxdiffusion.mesh import single_device_mesh
+from maxdiffusion.preflight.programs import ProgramMaker, compile_program
+from maxdiffusion.runtime.problems import ProblemsFound
+
+mesh = single_device_mesh(describe_devices(topology)[0])
+
+def compiled(function, *shape, dtype=jnp.float32):
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    with jax.set_mesh(mesh):
+        return jax.jit(function).lower(x).compile()
+
+def kernel(body, limit=None):
+    params = pltpu.CompilerParams(vmem_limit_bytes=limit)
+    return lambda x: pl.pallas_call(
+        body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), compiler_params=params
+    )(x)
+
+def double(x_ref, o_ref):
+    o_ref[...] = x_ref[...] * 2
+
+def reverse(x_ref, o_ref):
+    o_ref[...] = x_ref[...][:, ::-1]
+
+for program, make in {
+    "denoise_step": lambda: compiled(kernel(double, 2**20), 4096, 1024),
+    "decode": lambda: compiled(jnp.sin, 2**18, 2**17, dtype=jnp.bfloat16),
+    "read_text": lambda: compiled(kernel(reverse), 8, 128),
+}.items():
+    try:
+        compile_program(ProgramMaker(name=program, compile=make), topology.chip)
+        print(program, "COMPILED")
+    except ProblemsFound as error:
+        print(error)
+"""
+
+
+def test_what_the_compiler_refuses_becomes_sentences_with_keys():
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSALS], capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    vmem, hbm, layout = done.stdout.strip().splitlines()
+    assert "a kernel needs more VMEM than it may use" in vmem
+    assert "Lower flash_block_sizes.block_q" in vmem
+    assert "does not fit into the device's HBM" in hbm
+    assert "96 GiB a device" in hbm
+    assert "vae_tiling=true" in hbm
+    assert layout.startswith("read_text='compile error': a kernel has no form on TPU7x")
+    assert "multiples of 128 for flash_block_sizes.block_q" in layout

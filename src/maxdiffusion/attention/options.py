@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from maxdiffusion.attention.tuned_sites import TunedSite
+
 # Scores of fewer tokens than a lane tile gain nothing from a block, and Mosaic wants whole tiles.
 LANES = 128
 FixedMGate = Literal["measured", "forced"]
@@ -53,6 +55,7 @@ class AttentionOptions:
     compiler, which helps kernels of one big tile and hurts ours, whose tiles already overlap.
     `fixed_m_gate`: "measured" gives fixed-m softmax to heads whose norms allow it; "forced", for
     tests, gives it to every head, and outlier heads then lose what the gate would have kept.
+    `tuned_sites`: tiles that a search found; they hold where `block_sizes` gives none.
     `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
     """
 
@@ -62,6 +65,7 @@ class AttentionOptions:
     ulysses_attention_chunks: int = 1
     flash_min_seq_length: int = 0
     fixed_m_gate: FixedMGate = "measured"
+    tuned_sites: tuple[TunedSite, ...] = ()
     interpret: bool | None = None
 
     def __post_init__(self) -> None:

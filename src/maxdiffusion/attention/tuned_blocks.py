@@ -1,10 +1,12 @@
 """Tile sizes for a site: the user's, completed from a table of what is known to be best."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from maxdiffusion.attention.on_device.site import KernelSite
 from maxdiffusion.attention.options import LANES
+from maxdiffusion.attention.tuned_sites import SEARCHED, SitePlace, sizes_at
 from maxdiffusion.kernels.splash import SplashBlocks
 
 if TYPE_CHECKING:
@@ -58,6 +60,9 @@ INTERPRETED = _tiles(256, 256, 256, 256)
 # For chips without a row, and for jax's and tokamax's splash: small enough for 16 MiB of VMEM.
 CAUTIOUS = _tiles(1024, 1024, 512, 512)
 
+# What a search over tiles of a splash kernel sets.
+SPLASH_FORWARD = ("block_q", "block_kv", "block_kv_compute")
+
 # What jax calls a device, and what libtpu's topologies and the tables here call its chip.
 CHIP_NAMES = {
     "tpu7x": "tpu7x",
@@ -75,6 +80,35 @@ def chip_of(device_kind: str) -> str:
     return CHIP_NAMES.get(device_kind.lower(), "tpu7x")
 
 
+def flash_name(*, fixed_m: bool) -> str:
+    """What rows of a search call our flash kernel."""
+    return "flash fixed-m" if fixed_m else "flash online"
+
+
+def place_of(site: KernelSite, kernel: str) -> SitePlace:
+    """Where the results of a search at this site hold."""
+    sizes = site.sizes
+    return SitePlace(
+        chip=CHIP_NAMES.get(site.device_kind.lower(), site.device_kind),
+        kernel=kernel,
+        batch=sizes.batch,
+        heads=max(sizes.heads),
+        q_len=sizes.q_len,
+        kv_len=sizes.kv_len,
+        head_dim=site.head_dim,
+        dtype=site.dtype.name,
+        ring=site.ring,
+    )
+
+
+def searched_sizes(site: KernelSite, kernel: str) -> Mapping[str, int]:
+    """What a search found for a kernel at this site, unless the user gives sizes."""
+    given = vars(site.options.block_sizes)
+    if any(given[name] is not None for name in SEARCHED):
+        return {}
+    return sizes_at(site.options.tuned_sites, place_of(site, kernel))
+
+
 def tuned_tiles(site: KernelSite, *, fixed_m: bool) -> Tiles:
     """The table's tiles for our flash kernel at `site`."""
     if site.interpret:
@@ -86,9 +120,15 @@ def tuned_tiles(site: KernelSite, *, fixed_m: bool) -> Tiles:
 
 
 def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
-    """Tiles of our flash kernel: given sizes first, the rest tuned and made to fit them."""
+    """Tiles of our flash kernel: given sizes first, the rest tuned and made to fit them.
+
+    With none given, what a search found for this site stands before the table.
+    """
     from maxdiffusion.kernels.flash import FlashBlocks
 
+    found = searched_sizes(site, flash_name(fixed_m=fixed_m))
+    if found:
+        return FlashBlocks(**found).fit(site.sizes.q_len, site.sizes.kv_len)
     given = site.options.block_sizes
     tuned = tuned_tiles(site, fixed_m=fixed_m)
     block_kv = given.block_kv or tuned.block_kv
@@ -105,9 +145,11 @@ def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
     return blocks.fit(site.sizes.q_len, site.sizes.kv_len)
 
 
-def splash_blocks(site: KernelSite) -> SplashBlocks:
+def splash_blocks(site: KernelSite, kernel: str = "splash") -> SplashBlocks:
     """Tiles of the splash kernels: given sizes first, clipped to the lengths they cover."""
     given, sizes = site.options.block_sizes, site.sizes
+    found = searched_sizes(site, kernel)
+    given = replace(given, **{name: found[name] for name in SPLASH_FORWARD if name in found})
     tuned = INTERPRETED if site.interpret else CAUTIOUS
     block_q = covering(given.block_q or tuned.block_q, sizes.q_len)
     block_kv = covering(given.block_kv or tuned.block_kv, sizes.kv_len)

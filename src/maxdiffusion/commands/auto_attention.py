@@ -76,6 +76,7 @@ def possible(config: Config, spec: WanSpec, devices: Sequence[jax.Device]) -> li
         topology=topology_under(CHIPS[CHIP_NAMES[devices[0].device_kind.lower()]], devices),
         devices=devices,
         options=attention_options(config),
+        text_length=shape.text_length,
     )
     found = choices(task, data=mesh.data, context=mesh.context, fsdp=mesh.fsdp, tensor=mesh.tensor)
     return [choice for choice in found if _agrees(config, choice.shape, mesh)]

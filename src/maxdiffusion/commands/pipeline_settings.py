@@ -1,8 +1,11 @@
 """From the keys of a config to the values that a pipeline is built from."""
 
+from pathlib import Path
+
 import jax.numpy as jnp
 
 from maxdiffusion.attention import AttentionOptions, FlashBlockSizes
+from maxdiffusion.attention.tuned_sites import TunedSite, read_tuned_sites
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.validation import guidance_scales
 from maxdiffusion.models.vae import Tiling
@@ -46,7 +49,16 @@ def attention_options(config: Config) -> AttentionOptions:
         use_experimental_scheduler=config.use_experimental_scheduler,
         ulysses_attention_chunks=config.ulysses_attention_chunks,
         flash_min_seq_length=config.flash_min_seq_length,
+        tuned_sites=tuned_sites(config),
     )
+
+
+def tuned_sites(config: Config) -> tuple[TunedSite, ...]:
+    """The tiles that searches have found; none before the first one has written its file."""
+    path = Path(config.tuned_blocks_file)
+    if not config.tuned_blocks_file or (config.enable_tile_search and not path.exists()):
+        return ()
+    return read_tuned_sites(path)
 
 
 def decoding(config: Config) -> Decoding:

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
+
 from maxdiffusion.commands.auto_attention import settle_attention
+from maxdiffusion.commands.kept_programs import fill_programs
 from maxdiffusion.commands.pipeline_settings import program_shape, sampler
 from maxdiffusion.commands.preparation import ModelChecks
 from maxdiffusion.config.config import Config
@@ -27,6 +30,7 @@ from maxdiffusion.preflight.programs import (
     CompiledProgram,
     compile_all,
     programs_of,
+    shorter_text_encoders,
 )
 from maxdiffusion.preflight.released import find_spec
 from maxdiffusion.preflight.report import Report
@@ -39,14 +43,20 @@ KERNELS_MODULE = "maxdiffusion.commands.preflight_kernels"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preflight:
-    """A job that can be compiled for a topology."""
+class PlannedJob:
+    """A job on devices that need not be there, without its weights."""
 
     config: Config
-    topology: Topology
     workshop: Workshop
     shape: ProgramShape
     notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preflight(PlannedJob):
+    """A job that can be compiled for a topology."""
+
+    topology: Topology
 
 
 def preflight(reading: Reading, arguments: Sequence[str]) -> None:
@@ -65,6 +75,8 @@ def compiled_report(job: Preflight, arguments: Sequence[str], only: str = "") ->
     """The report on the programs of a job, or on the one that is named `only`."""
     made = programs_of(job.workshop, job.shape, sampler(job.config, job.workshop.spec))
     makers = tuple(maker for maker in made if only in ("", maker.name))
+    if job.config.aot_cache_dir and not only:
+        makers += shorter_text_encoders(job.workshop)
     with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
         kernels = start_kernels(job, arguments, Path(folder))
         try:
@@ -83,20 +95,31 @@ def say(text: str) -> None:
 def prepare(reading: Reading) -> Preflight:
     """The checked job of a config on its topology; raises ProblemsFound with all that is wrong."""
     topology = read_topology(reading.config.topology)
-    devices = tuple(describe_devices(topology))
+    planned = plan_job(reading, describe_devices(topology))
+    return Preflight(
+        topology=topology,
+        config=planned.config,
+        workshop=fill_programs(planned.workshop, planned.config),
+        shape=planned.shape,
+        notes=planned.notes,
+    )
+
+
+def plan_job(reading: Reading, devices: Sequence[jax.Device]) -> PlannedJob:
+    """The checked job of a config on these devices."""
     spec = find_spec(reading.config.pretrained_model_name_or_path)
     config, notes = settle_attention(reading.config, spec, devices)
-    checks = ModelChecks(spec=spec, device_count=len(devices), slice_count=1, devices=devices)
+    count = len(devices)
+    checks = ModelChecks(spec=spec, device_count=count, slice_count=1, devices=tuple(devices))
     job = check_job(
         config,
-        device_count=len(devices),
+        device_count=count,
         heads=spec.transformer.heads,
         checks=(checks,),
         earlier=list(reading.problems),
     )
-    return Preflight(
+    return PlannedJob(
         config=config,
-        topology=topology,
         workshop=checks.workshop(config),
         shape=program_shape(config, spec, min(job.batch_size, job.videos)),
         notes=notes,

@@ -2,15 +2,16 @@
 
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from maxdiffusion.commands.preflight import Preflight, compiled_report, prepare, say
 from maxdiffusion.config.loading import Reading, read_config
-from maxdiffusion.preflight.chart import Bar, stacked_bars
+from maxdiffusion.preflight.chart import Bar
 from maxdiffusion.preflight.flops import forward_flops, step_bounds
+from maxdiffusion.preflight.page import PageRow, page
 from maxdiffusion.preflight.planner import Choice, Task, choices, explain
 from maxdiffusion.preflight.programs import DENOISE_STEP
 from maxdiffusion.preflight.step_time import in_words
@@ -25,6 +26,7 @@ class Row:
     bar: Bar
     bound: float
     facts: dict[str, Any]
+    shown: Mapping[str, str] = field(default_factory=dict)
 
 
 def compare(reading: Reading, arguments: Sequence[str]) -> None:
@@ -45,7 +47,12 @@ def compare(reading: Reading, arguments: Sequence[str]) -> None:
             continue
         bar = Bar(label=entry, parts=report.step.parts())
         rows.append(
-            Row(bar=bar, bound=report.bounds.head_dim_aware, facts={"report": report.as_json()})
+            Row(
+                bar=bar,
+                bound=report.bounds.head_dim_aware,
+                facts={"report": report.as_json()},
+                shown={"MFU": f"{report.mfu:.1%}", "HBM": _gib(report.residence.peak)},
+            )
         )
     publish(reading, f"predicted seconds per step, {reading.config.topology}", rows)
 
@@ -102,6 +109,7 @@ def task_of(job: Preflight, topology: Topology) -> Task:
         topology=topology,
         devices=describe_devices(topology),
         options=workshop.settings.attention_options,
+        text_length=shape.text_length,
     )
 
 
@@ -111,6 +119,7 @@ def scan_row(job: Preflight, topology: Topology, best: Choice) -> Row:
     head_dim = job.workshop.spec.transformer.head_dim
     bounds = step_bounds(task.flops, topology.chip, topology.device_count, head_dim)
     split = f"U{best.shape.ulysses} R{best.shape.ring}"
+    mfu = bounds.mfu(task.flops.total, parts.total)
     return Row(
         bar=Bar(
             label=f"CP{best.shape.context} {topology.name}: {best.name} {split}",
@@ -128,13 +137,20 @@ def scan_row(job: Preflight, topology: Topology, best: Choice) -> Row:
             "attention": best.name,
             "ulysses": best.shape.ulysses,
             "ring": best.shape.ring,
-            "mfu": bounds.mfu(task.flops.total, parts.total),
+            "devices": topology.device_count,
+            "blocks": best.blocks,
+            "mfu": mfu,
+        },
+        shown={
+            "devices": str(topology.device_count),
+            "device-seconds per step": f"{parts.total * topology.device_count:.1f}",
+            "MFU": f"{mfu:.1%}",
         },
     )
 
 
 def publish(reading: Reading, title: str, rows: Sequence[Row], *, ranked: bool = True) -> None:
-    """Prints the table and writes JSON and a picture beside it where `report` says."""
+    """Prints the table and writes JSON, and a page with a picture, where `report` says."""
     if ranked:
         rows = sorted(rows, key=lambda row: row.bar.total)
     say(title)
@@ -156,6 +172,11 @@ def publish(reading: Reading, title: str, rows: Sequence[Row], *, ranked: bool =
         for row in rows
     ]
     path.write_text(json.dumps(content, indent=2) + "\n")
-    picture = path.with_suffix(".svg")
-    picture.write_text(stacked_bars(title, [row.bar for row in rows]), encoding="utf-8")
-    say(f"wrote {path} and {picture}")
+    pictured = path.with_suffix(".html")
+    shown = [PageRow(bar=row.bar, bound=row.bound, facts=row.shown) for row in rows]
+    pictured.write_text(page(title, shown), encoding="utf-8")
+    say(f"wrote {path} and {pictured}")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB"

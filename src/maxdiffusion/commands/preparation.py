@@ -7,12 +7,14 @@ from functools import partial
 import jax
 
 from maxdiffusion.commands.auto_attention import settle_attention
+from maxdiffusion.commands.kept_programs import keep_programs
 from maxdiffusion.commands.pipeline_settings import (
     pipeline_settings,
     program_shape,
     sampler,
     video_shape,
 )
+from maxdiffusion.commands.tile_search import search_before_run
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.features import model_refusal
 from maxdiffusion.config.job import Job
@@ -71,13 +73,15 @@ def prepare(reading: Reading) -> Preparation:
         checks=(checks,),
         earlier=earlier,
     )
-    workshop = checks.workshop(config)
+    shape = program_shape(config, spec, min(job.batch_size, job.videos))
+    workshop = search_before_run(checks.workshop(config), config, shape)
+    workshop = keep_programs(workshop, config)
     return Preparation(
         config=config,
         job=job,
         folder=folder,
         workshop=workshop,
-        shape=program_shape(config, spec, min(job.batch_size, job.videos)),
+        shape=shape,
         notes=notes,
     )
 

@@ -8,7 +8,7 @@ fast_heads     latents -> heads on fixed-m softmax's fast path       only where 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxdiffusion.attention import (
+    AttentionPlan,
     AttentionProblem,
     BlockAttention,
     plan_attention,
@@ -28,6 +29,7 @@ from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.vae import SpatialSharding
 from maxdiffusion.models.wan import TextKeysValues
 from maxdiffusion.pipelines.denoise import StepFunction, step_inputs
+from maxdiffusion.pipelines.executables import Compile, compile_now
 from maxdiffusion.pipelines.guidance import Guidance
 from maxdiffusion.pipelines.modules import WanModels, wan_models
 from maxdiffusion.pipelines.settings import PipelineSettings
@@ -65,11 +67,15 @@ class ProgramShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """Makes the programs of one checkpoint, with its settings, on one mesh."""
+    """Makes the programs of one checkpoint, with its settings, on one mesh.
+
+    `compile` makes executables of the lowered programs, under their names.
+    """
 
     spec: WanSpec
     settings: PipelineSettings
     mesh: Mesh
+    compile: Compile = field(default=compile_now)
 
     @cached_property
     def models(self) -> WanModels:
@@ -88,20 +94,33 @@ class Workshop:
 
     def attention(self, shape: ProgramShape) -> BlockAttention:
         """The attention plans of a block; raises UnsupportedAttention with every reason."""
-        config, settings = self.spec.transformer, self.settings
-        tokens = AttentionProblem(
+        return BlockAttention(
+            self_attention=self.self_attention(shape), cross_attention=self.cross_attention(shape)
+        )
+
+    def self_attention(self, shape: ProgramShape) -> AttentionPlan:
+        """How tokens attend to each other."""
+        settings = self.settings
+        problem = self._attention_problem(shape)
+        return plan_attention(settings.attention, problem, self.mesh, settings.attention_options)
+
+    def cross_attention(self, shape: ProgramShape) -> AttentionPlan:
+        """How tokens attend to text."""
+        settings = self.settings
+        problem = replace(self._attention_problem(shape), kv_len=shape.text_length)
+        return plan_cross_attention(
+            settings.attention, problem, self.mesh, settings.attention_options
+        )
+
+    def _attention_problem(self, shape: ProgramShape) -> AttentionProblem:
+        config = self.spec.transformer
+        return AttentionProblem(
             batch=shape.model_batch,
             q_len=shape.latent.tokens,
             kv_len=shape.latent.tokens,
             heads=config.heads,
             head_dim=config.head_dim,
-            dtype=settings.precision.activations,
-        )
-        text = replace(tokens, kv_len=shape.text_length)
-        name, options = settings.attention, settings.attention_options
-        return BlockAttention(
-            self_attention=plan_attention(name, tokens, self.mesh, options),
-            cross_attention=plan_cross_attention(name, text, self.mesh, options),
+            dtype=self.settings.precision.activations,
         )
 
     def decoder_sharding(self, shape: ProgramShape) -> SpatialSharding:

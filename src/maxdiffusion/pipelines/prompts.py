@@ -23,6 +23,7 @@ from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
 from maxdiffusion.models.umt5 import Umt5Encoder
+from maxdiffusion.pipelines.executables import Compile, compile_now
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 MAX_SEQUENCE_LENGTH = 512  # WAN was trained with so many text rows, most of them zero
@@ -95,8 +96,14 @@ def _bad_tokenizer(path: Path, rule: str) -> ProblemsFound:
 class TextPrograms:
     """The compiled encoders, one for each bucket length that was needed."""
 
-    def __init__(self, graph: nnx.GraphDef[Umt5Encoder], mesh: Mesh | None = None):
+    def __init__(
+        self,
+        graph: nnx.GraphDef[Umt5Encoder],
+        mesh: Mesh | None = None,
+        compile_program: Compile = compile_now,
+    ):
         self._graph = graph
+        self._compile_program = compile_program
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
         self._compiled: dict[tuple[int, int], Callable[..., Rows]] = {}
 
@@ -119,7 +126,7 @@ class TextPrograms:
 
         text = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=self._everywhere)
         program = jax.jit(encode, out_shardings=self._everywhere)
-        return program.lower(weights, text, text).compile()
+        return self._compile_program("text_encoder", program.lower(weights, text, text))
 
 
 class PromptEncoder:

@@ -59,7 +59,9 @@ class WanPipeline:
         self.parameters = parameters
         self._prompts = PromptEncoder(
             tokenizer=tokenizer,
-            programs=TextPrograms(workshop.models.text_encoder.graph, workshop.mesh),
+            programs=TextPrograms(
+                workshop.models.text_encoder.graph, workshop.mesh, workshop.compile
+            ),
             weights=parameters.text_encoder,
         )
         self._programs: dict[Hashable, Callable[..., Any]] = {}
@@ -259,10 +261,10 @@ class WanPipeline:
         return self._program(key, lambda: self.workshop.lower_decode(shape, frame_format))
 
     def _program(
-        self, key: Hashable, lower: Callable[[], jax.stages.Lowered]
+        self, key: tuple[str, *tuple[Hashable, ...]], lower: Callable[[], jax.stages.Lowered]
     ) -> Callable[..., Any]:
         if key not in self._programs:
-            self._programs[key] = lower().compile()
+            self._programs[key] = self.workshop.compile(key[0], lower())
         return self._programs[key]
 
     def _everywhere(self, array: Any) -> Array:

@@ -2,6 +2,8 @@
 
 import re
 
+import jax
+
 from maxdiffusion.preflight.chips import Chip
 from maxdiffusion.runtime.problems import Problem
 
@@ -12,7 +14,19 @@ _REMEDIES = {
     "vmem": "Lower flash_block_sizes.block_q or flash_block_sizes.block_kv, or raise "
     "flash_block_sizes.vmem_limit_bytes if the chip has more",
     "decode": "Use vae_decode_chunk=1, vae_tiling=true or more vae_spatial devices",
+    "layout": "Use multiples of 128 for flash_block_sizes.block_q and flash_block_sizes.block_kv, "
+    "or leave flash_block_sizes out; or another attention or activations_dtype",
 }
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether an error is the compiler's, and not a mistake of this program.
+
+    The compiler of Pallas kernels raises classes of its own, which jax.errors does not name.
+    """
+    if isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError):
+        return True
+    return type(error).__module__.startswith("jax.") and not isinstance(error, TypeError)
 
 
 def explain(program: str, message: str, chip: Chip) -> Problem:
@@ -34,6 +48,13 @@ def explain(program: str, message: str, chip: Chip) -> Problem:
             rule=f"it does not fit into the device's HBM ({used or _first_line(message)}; "
             f"{chip.title} has {chip.hbm_bytes / 2**30:.0f} GiB a device)",
             remedy=remedy,
+        )
+    if re.search(r"mosaic|layout|pallas", message, re.IGNORECASE):
+        return Problem(
+            name=program,
+            value="compile error",
+            rule=f"a kernel has no form on {chip.title} at these sizes: {_first_line(message)}",
+            remedy=_REMEDIES["layout"],
         )
     return Problem(
         name=program,
@@ -63,4 +84,4 @@ def _sizes(message: str) -> str:
 
 def _first_line(message: str) -> str:
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no reason given"
+    return lines[0][:300].rstrip(".") if lines else "no reason given"

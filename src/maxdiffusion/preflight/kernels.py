@@ -161,22 +161,28 @@ def _tokens(plan: AttentionPlan, mesh: Mesh, length: int) -> jax.ShapeDtypeStruc
 
 def measure_kernels(attention: BlockAttention, chip: Chip, dump: Path) -> Iterator[KernelFigures]:
     """Compiles every kernel of a block alone and reads what libtpu wrote into `dump`."""
-    device = attention.self_attention.mesh.devices.flat[0]
     for purpose, plan in kernel_plans(attention).items():
-        seen = {*dump.iterdir()}
-        text = kernel_alone(plan, device).compile().as_text() or ""
-        calls = {
-            _plain(visit.instruction.name): visit.instruction
-            for visit in visits(read_program(text))
-            if visit.instruction.is_kernel
-        }
-        for code in read_kernels(dump):
-            if code.name in calls:
-                call = calls[code.name]
-                limit = int(call.attribute(r'"scoped_memory_configs":\[\{[^]]*"size":"(\d+)"') or 0)
-                yield figures(code, purpose, chip, (call.vmem_bytes, limit))
-        for path in {*dump.iterdir()} - seen:
-            path.unlink()
+        yield from measure_kernel(purpose, plan, chip, dump)
+
+
+def measure_kernel(
+    purpose: str, plan: AttentionPlan, chip: Chip, dump: Path
+) -> Iterator[KernelFigures]:
+    """Compiles the kernel of a plan alone and reads what libtpu wrote into `dump`."""
+    seen = {*dump.iterdir()}
+    text = kernel_alone(plan, plan.mesh.devices.flat[0]).compile().as_text() or ""
+    calls = {
+        _plain(visit.instruction.name): visit.instruction
+        for visit in visits(read_program(text))
+        if visit.instruction.is_kernel
+    }
+    for code in read_kernels(dump):
+        if code.name in calls:
+            call = calls[code.name]
+            limit = int(call.attribute(r'"scoped_memory_configs":\[\{[^]]*"size":"(\d+)"') or 0)
+            yield figures(code, purpose, chip, (call.vmem_bytes, limit))
+    for path in {*dump.iterdir()} - seen:
+        path.unlink()
 
 
 def _plain(name: str) -> str:

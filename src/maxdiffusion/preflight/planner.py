@@ -1,7 +1,7 @@
 """Which attention to run on a slice, by the estimate of every one that is not refused."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -11,10 +11,12 @@ from maxdiffusion.attention import (
     AttentionProblem,
     UnsupportedAttention,
     plan_attention,
+    plan_cross_attention,
 )
 from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.preflight.estimate import SHARES, Estimate, Shares, estimate_step
 from maxdiffusion.preflight.flops import ForwardFlops
+from maxdiffusion.preflight.kernels import tile_of
 from maxdiffusion.preflight.links import network
 from maxdiffusion.preflight.topology import Topology
 
@@ -27,7 +29,10 @@ TIE = 1.03
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What attention is chosen for: sizes, work of a forward, layers, options, devices."""
+    """What attention is chosen for: sizes, work of a forward, layers, options, devices.
+
+    Tokens attend to `text_length` keys of text with the same kernel, so that must run too.
+    """
 
     problem: AttentionProblem
     flops: ForwardFlops
@@ -35,6 +40,7 @@ class Task:
     topology: Topology
     devices: Sequence[jax.Device]
     options: AttentionOptions = field(default_factory=AttentionOptions)
+    text_length: int = 512
     shares: Shares = SHARES
 
 
@@ -47,11 +53,17 @@ class Choice:
     plan: AttentionPlan
     estimate: Estimate
 
+    @property
+    def blocks(self) -> str:
+        """The tiles that the kernel takes, from the tuned table or a search."""
+        return tiles_in_words(self.plan)
+
     def describe(self) -> str:
         """What was chosen, in a few words."""
         parts = self.estimate
         return (
-            f"{self.name} with ulysses {self.shape.ulysses} x ring {self.shape.ring}: "
+            f"{self.name} with ulysses {self.shape.ulysses} x ring {self.shape.ring} and "
+            f"{self.blocks}: "
             f"{parts.total:.3f} s/step (kernels {parts.kernels:.3f}, other work "
             f"{parts.outside:.3f}, exchange {parts.exchange_copies:.3f} in copies and "
             f"{parts.exposed_exchange:.3f} exposed)"
@@ -93,6 +105,8 @@ def explain(found: Sequence[Choice]) -> str:
     if rest:
         slower = rest[0].estimate.total / best.estimate.total - 1
         words += f". Next is {rest[0].describe()}, {slower:+.1%}"
+        if slower <= 0:  # a tie, see `choices`
+            words += ", too close to tell and with more ring hops"
     return words + ". These are estimates; preflight_wan compiles."
 
 
@@ -102,11 +116,25 @@ def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
             continue  # a ring of one is the same program under another name
         try:
             plan = _plan(task, name, shape)
+            text = replace(task.problem, kv_len=task.text_length)
+            plan_cross_attention(name, text, plan.mesh, task.options)
         except UnsupportedAttention:
             continue
         links = network(task.topology, plan.mesh.devices.flatten().tolist())
         estimate = estimate_step(plan, task.flops, task.layers, links, task.shares)
         yield Choice(name=name, shape=shape, plan=plan, estimate=estimate)
+
+
+def tiles_in_words(plan: AttentionPlan) -> str:
+    """The blocks of a plan's kernel, and how much of them is real queries and keys."""
+    tile = tile_of(plan.kernel)
+    if tile is None:
+        return "no blocks"
+    sizes, problem = plan.kernel.site.sizes, plan.problem
+    shards = plan.padded_q_len // sizes.q_len
+    covered = -(-sizes.q_len // tile.block_q) * tile.block_q
+    full = problem.q_len / (covered * shards)
+    return f"blocks of {tile.block_q} queries ({full:.1%} full) x {tile.block_kv} keys"
 
 
 def _plan(task: Task, name: str, shape: MeshShape) -> AttentionPlan:

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 
 from maxdiffusion.pipelines.programs import ProgramShape, Workshop, as_bytes
-from maxdiffusion.pipelines.prompts import TextPrograms
+from maxdiffusion.pipelines.prompts import BUCKETS, TextPrograms
 from maxdiffusion.preflight.chips import Chip
-from maxdiffusion.preflight.compile_errors import explain
+from maxdiffusion.preflight.compile_errors import explain, is_refusal
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.schedulers import Sampler
 
@@ -62,27 +63,46 @@ def programs_of(
 
     The text encoder is compiled for the longest prompts; shorter ones take less.
     """
+    lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
+        DENOISE_STEP: lambda: workshop.lower_denoise_step(shape, sampler),
+        "read_text": lambda: workshop.lower_read_text(shape),
+        "start": lambda: workshop.lower_start(shape, sampler),
+        "decode": lambda: workshop.lower_decode(shape, as_bytes),
+    }
+    makers = [
+        ProgramMaker(name=name, compile=partial(_compiled, workshop, name, lower))
+        for name, lower in lowerings.items()
+    ]
+    return (*makers, text_encoder_of(workshop, shape.text_length, shape.text_length))
+
+
+def shorter_text_encoders(workshop: Workshop) -> tuple[ProgramMaker, ...]:
+    """The encoders of shorter prompts, which a job may need beside that of the longest."""
+    longest = workshop.settings.text_length
+    shorter = [length for length in BUCKETS if length < longest]
+    return tuple(text_encoder_of(workshop, length, longest) for length in shorter)
+
+
+def text_encoder_of(workshop: Workshop, length: int, longest: int) -> ProgramMaker:
+    """The text encoder of prompts of up to `length` tokens, filled up to the longest."""
 
     def text_encoder() -> jax.stages.Compiled:
         models, mesh = workshop.models, workshop.mesh
-        programs = TextPrograms(models.text_encoder.graph, mesh)
+        programs = TextPrograms(models.text_encoder.graph, mesh, workshop.compile)
         weights = models.text_encoder.on(mesh)
-        compiled = programs.get(weights, shape.text_length, shape.text_length)
+        with jax.default_matmul_precision(workshop.settings.precision.matmul):
+            compiled = programs.get(weights, length, longest)
         assert isinstance(compiled, jax.stages.Compiled)
         return compiled
 
-    return (
-        ProgramMaker(
-            name=DENOISE_STEP,
-            compile=lambda: workshop.lower_denoise_step(shape, sampler).compile(),
-        ),
-        ProgramMaker(name="read_text", compile=lambda: workshop.lower_read_text(shape).compile()),
-        ProgramMaker(name="start", compile=lambda: workshop.lower_start(shape, sampler).compile()),
-        ProgramMaker(
-            name="decode", compile=lambda: workshop.lower_decode(shape, as_bytes).compile()
-        ),
-        ProgramMaker(name="text_encoder", compile=text_encoder),
-    )
+    name = "text_encoder" if length == longest else f"text_encoder of {length} tokens"
+    return ProgramMaker(name=name, compile=text_encoder)
+
+
+def _compiled(
+    workshop: Workshop, name: str, lower: Callable[[], jax.stages.Lowered]
+) -> jax.stages.Compiled:
+    return workshop.compile(name, lower())
 
 
 def compile_program(maker: ProgramMaker, chip: Chip) -> CompiledProgram:
@@ -90,9 +110,9 @@ def compile_program(maker: ProgramMaker, chip: Chip) -> CompiledProgram:
     started = time.perf_counter()
     try:
         compiled = maker.compile()
-    except ProblemsFound:
-        raise
-    except jax.errors.JaxRuntimeError as error:
+    except Exception as error:
+        if not is_refusal(error):
+            raise
         raise ProblemsFound([explain(maker.name, str(error), chip)]) from error
     stats = compiled.memory_analysis()
     assert stats is not None, maker.name  # every TPU program has them

@@ -29,7 +29,7 @@ class JaxSplashKernel(DeviceKernel):
     @property
     def blocks(self) -> SplashBlocks:
         """The tile sizes: the user's, completed from the tuned table."""
-        return splash_blocks(self.site)
+        return splash_blocks(self.site, self.title)
 
     def limits(self) -> Sequence[Problem]:
         """Why this kernel cannot run at its site."""
@@ -64,7 +64,7 @@ class TokamaxKernel(GradientKernel):
         """Tiles, scale and exponent of every call."""
         options = self.site.options
         return TokamaxOptions(
-            blocks=splash_blocks(self.site),
+            blocks=splash_blocks(self.site, self.title),
             scale=self.site.scale,
             use_base2_exp=options.use_base2_exp,
             use_experimental_scheduler=options.use_experimental_scheduler,

@@ -1,7 +1,7 @@
 """Keys about attention: how devices exchange, which kernel runs, and its blocks."""
 
 from maxdiffusion.config.kinds import Boolean, Choice, Integer, Text
-from maxdiffusion.config.schema import Frozen, Table, refused, unused, used
+from maxdiffusion.config.schema import Frozen, Table, unused, used
 
 # Queries lie on sublanes (8) or lanes (128) depending on the kernel, keys always on lanes; the
 # attention plan holds each kernel to its own rule.
@@ -76,14 +76,31 @@ KEYS = (
         True,
         "Split the sequence in self- and cross-attention alike; always done.",
     ),
-    refused(
+    used(
         "enable_tile_search",
         Boolean(),
         False,
-        "Search for the best blocks before the run.",
-        way_out="Leave it false and set flash_block_sizes, or leave those to the tuned table",
+        "Before the run, time tiles of every kernel and use the best, unless tuned_blocks_file has "
+        "them already.",
     ),
-    unused("tile_search_mode", Choice(("smart", "full")), "smart", "How blocks are searched for."),
-    unused("tile_search_iters", Integer(minimum=1), 10, "Timed runs per candidate of the search."),
-    unused("tile_search_out", Text(), "", "Folder for the figures of the search."),
+    used(
+        "tile_search_mode",
+        Choice(("smart", "full")),
+        "smart",
+        "Tiles that are tried: a grid of blocks, or also smaller score tiles and pairs of heads.",
+    ),
+    used("tile_search_iters", Integer(minimum=1), 10, "Timed runs of every tile."),
+    used(
+        "tile_search_out",
+        Text(),
+        "",
+        "Folder for the table of a search, from which it goes on, and its pictures; empty = none.",
+    ),
+    used(
+        "tuned_blocks_file",
+        Text(),
+        "",
+        "JSON file of tiles that a search found: written by it, and read by every run; they hold "
+        "where flash_block_sizes gives none. Empty = none.",
+    ),
 )

@@ -25,12 +25,12 @@ KEYS = (
         "",
         "Folder of jax's persistent compilation cache; empty = none.",
     ),
-    refused(
+    used(
         "aot_cache_dir",
         Text(),
         "",
-        "Folder of compiled programs that a later run starts from; empty = none.",
-        way_out="Set jax_cache_dir instead, which keeps compiled programs too",
+        "Folder of compiled programs that a later run starts from, and that preflight_wan fills; "
+        "empty = none.",
     ),
     refused(
         "compile_topology_num_slices",

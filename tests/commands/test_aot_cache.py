@@ -1,0 +1,53 @@
+"""A second run that starts from kept programs: it compiles none and makes the same frames."""
+
+import numpy as np
+import pytest
+from commands.command_line import TINY, generate_wan
+
+from maxdiffusion.commands.kept_programs import store_of
+from maxdiffusion.config.loading import read_config
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.runtime.video import read_video
+
+PROGRAMS = ("text_encoder", "read_text", "start", "denoise_step", "decode")
+SIZE = ("height=32", "width=32", "num_frames=5", "num_inference_steps=2", "seed=3")
+
+
+def run(folder, cache):
+    result = generate_wan(
+        TINY,
+        *SIZE,
+        "prompt=a red circle",
+        "output_name=video_{i}.mp4",
+        f"output_dir={folder}",
+        f"aot_cache_dir={cache}",
+        devices=2,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout, np.asarray(read_video(folder / "video_0.mp4"))
+
+
+def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path):
+    cache = tmp_path / "programs"
+    said, frames = run(tmp_path / "first", cache)
+    for program in PROGRAMS:
+        assert f"aot_cache_dir: {program} is NOT loaded but compiled" in said
+    # A bit of one program is changed: that one is compiled again, loudly, and no other.
+    (step,) = cache.glob("denoise_step-*")
+    content = bytearray(step.read_bytes())
+    content[-1] ^= 1
+    step.write_bytes(bytes(content))
+    said_again, frames_again = run(tmp_path / "second", cache)
+    assert f"denoise_step is NOT loaded but compiled: {step.name}: its program is not" in said_again
+    assert said_again.count("NOT loaded") == 1
+    for program in set(PROGRAMS) - {"denoise_step"}:
+        assert f"aot_cache_dir: {program} is loaded from {program}-" in said_again
+    np.testing.assert_array_equal(frames, frames_again)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    config = read_config([str(TINY), f"aot_cache_dir={path}"]).config
+    with pytest.raises(ProblemsFound, match=r"aot_cache_dir=.*nothing can be written there"):
+        store_of(None, config)
