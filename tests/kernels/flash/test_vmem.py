@@ -1,9 +1,13 @@
 """VMEM by arithmetic: the compiler's own figures, chips, limits and refusals."""
 
+import subprocess
+import sys
+
 import pytest
+from kernels.flash import compiled
+from kernels.flash.compiled import Figure, figures
 
 from maxdiffusion.kernels.flash import (
-    FixedM,
     FlashBlocks,
     FlashOptions,
     FlashShape,
@@ -32,36 +36,43 @@ def planned(q: int, kv: int, **changes: object) -> KernelPlan:
     )
 
 
-# What libtpu 0.0.42.1 says for tpu7x ("Scoped allocation with size") if the limit is too small.
-COMPILER_MIB = [
-    (4.10, planned(1024, 512)),
-    (4.60, planned(1024, 1024, block_q_compute=512)),
-    (6.06, planned(1024, 1024)),
-    (6.06, planned(1024, 1024, softmax=FixedM())),
-    (9.29, planned(1536, 1024)),
-    (8.31, planned(1536, 1024, head_dim=64)),
-    (12.54, planned(2048, 1024)),
-    (17.18, planned(4096, 1024)),
-    (17.41, planned(4096, 2048)),
-    (22.38, planned(4736, 2048, softmax=FixedM())),
-    (25.79, planned(8448, 1024)),
-    (26.87, planned(6400, 2048, softmax=FixedM(), partials=True)),
-    (37.60, planned(9472, 1024, partials=True)),
-    (9.59, planned(1536, 1536)),
-    (11.43, planned(2560, 1024)),
-    (25.43, planned(5632, 1024)),
-    (4.49, planned(512, 512, dtype="float32")),
-    (7.40, planned(1024, 512, dtype="float32")),
-    (11.05, planned(1024, 1024, dtype="float32")),
-    (2.61, planned(512, 512, head_dim=80)),
-    (3.79, planned(512, 256, heads_per_tile=2, masked=True, partials=True, block_q_compute=256)),
-    (11.05, planned(1024, 2048)),
-]
+FIGURES = figures()
 
 
-@pytest.mark.parametrize(("mib", "plan"), COMPILER_MIB)
-def test_arithmetic_agrees_with_the_compiler(mib: float, plan: KernelPlan) -> None:
-    assert vmem_bytes(plan) / MIB == pytest.approx(mib, rel=0.05)
+@pytest.mark.parametrize("figure", FIGURES, ids=str)
+def test_arithmetic_agrees_with_the_compiler(figure: Figure) -> None:
+    assert vmem_bytes(figure.plan) / MIB == pytest.approx(figure.mib, rel=0.05)
+
+
+def test_the_limit_given_to_the_compiler_is_enough() -> None:
+    for figure in FIGURES:
+        assert vmem_limit(figure.plan) >= figure.mib * MIB, str(figure)
+
+
+# Tiles that compile in seconds; the compiler is asked again, so that a change of the kernel or of
+# libtpu is seen.
+LIVE = {"tpu7x": [(384, 512), (1152, 512)], "v6e": [(640, 1024)]}
+
+
+def row_of(chip: str, tile: tuple[int, int]) -> int:
+    """Returns the first row of the table with this block of queries and keys."""
+    tiles = [(f.chip, (f.plan.blocks.block_q, f.plan.blocks.block_kv)) for f in FIGURES]
+    return tiles.index((chip, tile))
+
+
+@pytest.mark.parametrize("chip", LIVE)
+def test_the_compiler_still_says_so(chip: str) -> None:
+    wanted = [row_of(chip, tile) for tile in LIVE[chip]]
+    done = subprocess.run(
+        [sys.executable, compiled.__file__, chip, *map(str, wanted)],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for index, said in zip(wanted, done.stdout.split(), strict=True):
+        assert vmem_bytes(FIGURES[index].plan) == pytest.approx(int(said), rel=0.05)
 
 
 def test_default_limit_is_a_little_more_than_the_need() -> None:

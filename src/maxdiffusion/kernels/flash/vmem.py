@@ -1,29 +1,21 @@
 """How much VMEM a kernel call needs, by arithmetic, and whether a chip has it.
 
 Blocks and scratch are exact, to the byte what the compiler allocates. Beside them it keeps scores
-and probabilities of the tile that is being worked on, as its scheduler sees fit; that part is a
-line fitted to libtpu 0.0.42's own figures for tpu7x (`SPILL`), good to 5 % of the whole for tiles
-of queries that are multiples of 512.
+and probabilities of the tile that is being worked on, as its scheduler sees fit (`spill`).
 """
 
 from collections.abc import Sequence
 
 from maxdiffusion.kernels.flash.blocks import LANES, round_up
-from maxdiffusion.kernels.flash.careful import CAREFUL_TILE
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.flash.step import SUBLANES, largest_divisor
+from maxdiffusion.kernels.flash.spill import MIB, spill_bytes
+from maxdiffusion.kernels.flash.step import SUBLANES
 from maxdiffusion.runtime.problems import Problem
 
-MIB = 2**20
 CHIPS = {"tpu7x": 64 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "v5e": 128 * MIB}
 """VMEM of one TensorCore."""
 MARGIN = 1.08
 """What the compiler is allowed beyond the computed need, when no limit is given."""
-SPILL = {
-    "bfloat16": {"quick": (4.12, -1.40), "careful": (6.10, -0.25)},
-    "float32": {"quick": (5.30, 0.18), "careful": (6.81, 0.0)},
-}
-"""Bytes per score and MiB beside, per kind of tile: what the compiler keeps of a tile in VMEM."""
 
 
 def block_bytes(plan: KernelPlan) -> int:
@@ -45,26 +37,6 @@ def scratch_bytes(plan: KernelPlan) -> int:
     state = 2 * head_dim + 2 * SUBLANES + 3
     per_query = head_dim * plan.shape.itemsize + state * 4
     return plan.blocks.heads_per_tile * plan.blocks.block_q * per_query
-
-
-def spill_bytes(plan: KernelPlan) -> int:
-    """Returns about what the compiler keeps beside: that of the larger of its two kinds of tile.
-
-    A shorter last tile after a loop over the others is code of its own, whose share comes on top; a
-    loop of one turn is no loop to the compiler, and shares.
-    """
-    blocks, lines = plan.blocks, SPILL[plan.shape.dtype]
-    careful_q = largest_divisor(blocks.block_q, CAREFUL_TILE, LANES)
-    careful_kv = largest_divisor(blocks.block_kv, CAREFUL_TILE, LANES)
-    turns, rest = divmod(blocks.block_q, blocks.q_tile)
-    quick = [_kept(lines["quick"], q * blocks.block_kv) for q in (blocks.q_tile, rest)]
-    return max(
-        sum(quick) if turns > 1 else max(quick), _kept(lines["careful"], careful_q * careful_kv)
-    )
-
-
-def _kept(line: tuple[float, float], scores: int) -> int:
-    return max(0, int(line[0] * scores + line[1] * MIB)) if scores else 0
 
 
 def vmem_bytes(plan: KernelPlan) -> int:
