@@ -26,6 +26,10 @@ def describe_plan(plan: "AttentionPlan") -> str:
         f"queries: {waste(plan.padded_q_len, problem.q_len)}; "
         f"keys: {waste(plan.padded_kv_len, problem.kv_len)}",
         plan.exchange.waste(geometry),
+        ""
+        if problem.heads_per_key_head == 1
+        else f"key heads: {problem.key_heads}, each repeated for {problem.heads_per_key_head} "
+        "query heads before the exchange",
         "" if plan.kernel.differentiable else "forward only: this kernel has no gradient",
     ]
     return "\n  ".join(line for line in lines if line)

@@ -123,4 +123,13 @@ class Geometry:
                     remedy=f"Use a tensor axis of one of {divisors(self.problem.heads)}",
                 )
             )
+        if self.problem.heads % self.problem.key_heads:
+            found.append(
+                Problem(
+                    name="kv_heads",
+                    value=self.problem.key_heads,
+                    rule=f"must divide heads={self.problem.heads}",
+                    remedy=f"Use one of {divisors(self.problem.heads)}",
+                )
+            )
         return found

@@ -95,7 +95,10 @@ class AttentionPlan:
         v: Float[Array, "B T N H"],
         kv_mask: Bool[Array, "B T"] | None,
     ) -> Float[Array, "B S N H"]:
-        q_len = q.shape[1]
+        q_len, shared_by = q.shape[1], self.problem.heads_per_key_head
+        if shared_by > 1:
+            # Exchanges split and fold q, k and v alike, so that every query head brings its keys.
+            k, v = (jnp.repeat(part, shared_by, axis=2) for part in (k, v))
         q = pad_length(q, 1, self.padded_q_len)
         k, v = (pad_length(part, 1, self.padded_kv_len) for part in (k, v))
         if kv_mask is not None:
@@ -150,14 +153,10 @@ class AttentionPlan:
 
     def _check(self, q: Array, k: Array, v: Array, kv_mask: Array | None) -> None:
         problem = self.problem
-        for name, array, lengths in (
-            ("q", q, (problem.q_len, self.padded_q_len)),
-            ("k", k, (problem.kv_len, self.padded_kv_len)),
-            ("v", v, (problem.kv_len, self.padded_kv_len)),
-        ):
-            allowed = [
-                (problem.batch, length, problem.heads, problem.head_dim) for length in lengths
-            ]
+        queries = (problem.q_len, self.padded_q_len), problem.heads
+        keys = (problem.kv_len, self.padded_kv_len), problem.key_heads
+        for name, array, (lengths, heads) in (("q", q, queries), ("k", k, keys), ("v", v, keys)):
+            allowed = [(problem.batch, length, heads, problem.head_dim) for length in lengths]
             if array.shape not in allowed:
                 raise ValueError(
                     f"{name} has shape {array.shape}: this plan is for {allowed[0]}, "
