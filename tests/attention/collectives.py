@@ -32,3 +32,21 @@ def expected_collectives(name: str, ring: int, ulysses: int, groups: int = 1) ->
             # One sum for the key mean, one maximum for the bounds.
             counts["all-reduce"] = 2 * groups
     return counts
+
+
+def expected_gradient_collectives(name: str, ring: int, ulysses: int) -> dict[str, int]:
+    """Collectives of a program that only gives gradients, on ring and ulysses axes above 1."""
+    # What was gathered for the queries of all devices is summed over them on its way back.
+    if name == "dot_product":
+        return {"all-gather": 2, "all-reduce": 1}
+    if name in GATHERED:
+        return {"all-gather": 2, "reduce-scatter": 2}
+    # q, k and v go out, then their gradients and that of the output; the output itself stays.
+    exchanges = {"all-to-all": 7}
+    if name in WHOLE_ULYSSES:
+        return exchanges
+    # The second trip of k and v is the first one again, which the compiler sees and makes once; the
+    # gradients of k and v go one hop further than those, to be home.
+    degree = ring * ulysses if name in WHOLE_RING else ring
+    hops = {"collective-permute": 2 * (degree - 1) + 2 * degree}
+    return hops if name in WHOLE_RING else exchanges | hops

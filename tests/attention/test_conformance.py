@@ -14,7 +14,12 @@ from attention.cases import (
     placed,
     relative_error,
 )
-from attention.collectives import counted, expected_collectives
+from attention.collectives import (
+    counted,
+    expected_collectives,
+    expected_gradient_collectives,
+)
+from jax.sharding import NamedSharding
 
 from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
 from maxdiffusion.attention.modes import MODES
@@ -120,31 +125,37 @@ def test_takes_meshes_with_explicit_axes(name):
     assert relative_error(got, inputs.expected(EXPLICIT.problem.scale)) <= bound
 
 
-def gradients(function, arrays, weights, mask):
+def gradient_program(plan, arrays, mask, weights):
+    """The compiled gradients of q, k and v of a weighted sum of the output."""
+
     def loss(q, k, v):
-        return jnp.sum(function(q, k, v, mask).astype(jnp.float32) * weights)
+        return jnp.sum(plan(q, k, v, mask).astype(jnp.float32) * weights)
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)), compiler_options=QUICK)(*arrays)
+    with jax.set_mesh(plan.mesh):
+        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        return program.lower(*arrays).compile(compiler_options=QUICK)
 
 
-GRADIENT = Case(
-    label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True, padded=False
-)
+GRADIENT = Case(label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True)
 
 
 @pytest.mark.parametrize("name", WITH_GRADIENT)
-def test_gradients_equal_those_of_dense_attention(name):
+def test_gradients_equal_those_of_dense_attention_with_the_expected_collectives(name):
     plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
     inputs = inputs_of(GRADIENT)
-    *arrays, mask = placed(plan, inputs, padded=False)
-    weights = jnp.asarray(np.random.default_rng(1).standard_normal(inputs.q.shape), jnp.float32)
-    with jax.set_mesh(plan.mesh):
-        got = [np.asarray(x) for x in gradients(plan, arrays, weights, mask)]
+    weights = np.random.default_rng(1).standard_normal(inputs.q.shape).astype(np.float32)
+    padding = ((0, 0), (0, plan.padded_q_len - GRADIENT.length), (0, 0), (0, 0))
+    where = NamedSharding(plan.mesh, plan.geometry.q_spec)
+    *arrays, mask = placed(plan, inputs, padded=True)
+    program = gradient_program(plan, arrays, mask, jax.device_put(np.pad(weights, padding), where))
+    got = [np.asarray(x)[:, : GRADIENT.length] for x in program(*arrays)]
     dense = plan_attention("dot_product", GRADIENT.problem, mesh_of((1, 1, 1, 1, 1)))
-    wanted = [np.asarray(x) for x in gradients(dense, arrays, weights, mask)]
+    *alone, mask = placed(dense, inputs, padded=False)
+    wanted = [np.asarray(x) for x in gradient_program(dense, alone, mask, weights)(*alone)]
     # The backward pass chains the forward's roundings with those of dP = dO V^T and of dS K.
     bound = 3 * allowed_error(GRADIENT, inputs, fixed_m=False)
     assert all(relative_error(*pair) <= bound for pair in zip(got, wanted, strict=True))
+    assert counted(program.as_text()) == expected_gradient_collectives(name, 2, 2)
 
 
 @pytest.mark.parametrize("name", FORWARD_ONLY)

@@ -74,7 +74,7 @@ def _quick(plan: KernelPlan) -> float:
     parts = [_tile(plan, queries) for queries in (blocks.q_tile, rest) if queries]
     if turns > 1:
         return sum(parts)
-    interleaved = max(0, blocks.block_kv - 512) / 1024 if rest % EVEN else 0.0
+    interleaved = 0.25 + blocks.block_kv / 4096 if rest % EVEN else 0.0
     return max(0.0, max(parts) - interleaved)
 
 
