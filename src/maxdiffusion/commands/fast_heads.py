@@ -36,15 +36,15 @@ class FastHeadReport:
         if self._active:
             pipeline.compile_fast_heads(request)
 
-    def watch(self, pipeline: WanPipeline, request: Request, experts: Experts) -> Watch:
-        """What to call with the number of a step and the latents that it starts from."""
+    def watch(self, pipeline: WanPipeline, request: Request, experts: Experts) -> Watch | None:
+        """What to call with the number of a step and the latents that it starts from, if wanted."""
         last = len(request.sampler.timesteps) - 1
 
         def before(step: int, latents: Float[Array, "B F Y X C"]) -> None:
-            if self._active and step in (0, last):
+            if step in (0, last):
                 self._counts.append(pipeline.fast_heads(request, experts, latents, step))
 
-        return before
+        return before if self._active else None
 
     def lines(self) -> Sequence[str]:
         """One line per count."""

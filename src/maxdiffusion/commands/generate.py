@@ -137,14 +137,16 @@ def make(
 
 
 def denoise(
-    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings, watch: Watch
+    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings, watch: Watch | None
 ) -> np.ndarray:
     """The finished latents of every video, on the host; `watch` sees what each step starts from."""
-    watch(0, pipeline.first_latents(request))
+    if watch is not None:
+        watch(0, pipeline.first_latents(request))
     with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
         for latents, step in timings.watch(pipeline.denoise(request, experts)):
             advance()
-            watch(step.index + 1, latents)
+            if watch is not None:
+                watch(step.index + 1, latents)
             finished = latents
     return np.asarray(finished)
 
