@@ -72,6 +72,9 @@ def test_prompts_of_a_list_and_of_a_file(path, tmp_path):
     job = job_of(path, f"prompts_file={lines}", "num_videos=2")
     assert job.prompts == ("a fox", "a crow")
     assert job.videos == 4
+    # A batch may hold videos of several prompts, which then share the data axis.
+    batched = job_of(path, f"prompts_file={lines}", "num_videos=1", "per_device_batch_size=1")
+    assert (batched.videos, batched.batch_size) == (2, 2)
 
 
 def test_prompts_file_that_cannot_be_used(path, tmp_path):
@@ -164,7 +167,8 @@ def test_output_folder_that_is_a_file(path):
         f"output_dir='{path}': nothing can be written there: Not a directory ({path}). "
         "Name a folder that you may write to, such as outputs."
     )
-    assert "must be a path on a disk" in message(path, "output_dir=gs://bucket/videos")
+    assert "must be a path on a disk" in message(path, "output_dir=ftp://host/videos")
+    assert "pip install adlfs" in message(path, "output_dir=az://container/videos")
 
 
 def test_guidance_of_the_other_model(path):

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "wan_tiny.yml"
 DEVICES = 8
-LONGEST = 300  # seconds; everything ends long before
+LONGEST = 600  # seconds; everything ends long before
 
 
 class Started:

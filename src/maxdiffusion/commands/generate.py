@@ -1,8 +1,8 @@
 """From a checked config to video files, with a plan before and a timing summary after."""
 
+import hashlib
 import os
 from dataclasses import asdict
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,7 +13,14 @@ from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
 from maxdiffusion.commands.profiles import profile_notes, profile_plan
-from maxdiffusion.commands.videos import Video, batches, list_videos, metadata
+from maxdiffusion.commands.videos import (
+    Video,
+    batches,
+    finished,
+    identity,
+    list_videos,
+    metadata,
+)
 from maxdiffusion.config.config import Config, without_meaning
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.pipelines.denoise import Experts
@@ -22,10 +29,16 @@ from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.runtime.agreement import agree_on_result
+from maxdiffusion.runtime.atomic import remove_leftovers
 from maxdiffusion.runtime.host_times import describe_hosts, gather_hosts
 from maxdiffusion.runtime.libtpu_flags import describe_flags
+from maxdiffusion.runtime.marks import MARKS
+from maxdiffusion.runtime.places import place
+from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
+from maxdiffusion.runtime.stopping import STOPS, StopAsked
 from maxdiffusion.runtime.timing import Stage, Timings
 from maxdiffusion.runtime.video import write_video
 
@@ -37,23 +50,55 @@ def generate(reading: Reading) -> None:
     plans = preparation.workshop.attention(preparation.shape)
     report = FastHeadReport(preparation.config, plans.self_attention)
     say("\n".join([start_up_plan(preparation), *report.notes()]))
+    videos = videos_to_make(preparation)
+    if not videos:
+        return
     timings = Timings(Profiler(profile_plan(preparation.config)))
+    MARKS.reach("loading weights")
     pipeline = load(preparation, timings)
-    videos = list_videos(preparation.config, preparation.job)
     groups = list(batches(videos, preparation.shape.videos))
+    MARKS.reach("compiling")
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
         pipeline.compile(request(preparation, groups[0]), as_bytes, other_prompts=prompts)
         report.compile(pipeline, request(preparation, groups[0]))
-    for group in groups:
-        frames = make(pipeline, request(preparation, group), timings, report)
-        write(preparation.config, group, frames)
+    with STOPS.heeded():
+        for number, group in enumerate(groups):
+            MARKS.reach(f"the prompts of {group[0].path.name}")
+            try:
+                frames = make(pipeline, request(preparation, group), timings, report)
+            except StopAsked:
+                raise stopped(groups[:number], videos, preparation.config) from None
+            MARKS.reach(f"writing {group[0].path.name}")
+            write(preparation.config, group, frames)
     hosts = gather_hosts(timings)
     say("\n".join([*report.lines(), timings.summary(), describe_hosts(hosts)]))
     if preparation.config.timing_file and jax.process_index() == 0:
         details = run_details(preparation) | {"fast_heads": report.as_json()}
         details["hosts"] = [asdict(host) for host in hosts]
-        timings.write(Path(preparation.config.timing_file), details)
+        timings.write(place(preparation.config.timing_file), details)
+
+
+def videos_to_make(preparation: Preparation) -> tuple[Video, ...]:
+    """The videos of the job, without those that an earlier run of a prompts file has finished."""
+    config = preparation.config
+    videos = list_videos(config, preparation.job)
+    if jax.process_index() == 0:
+        remove_leftovers([video.path for video in videos])
+    done = finished(config, videos)
+    if any(done):
+        left = f"{len(videos) - sum(done)} to make" if not all(done) else "nothing is left to make"
+        say(f"{sum(done)} of {len(videos)} videos are there already; {left}")
+    return tuple(video for video, there in zip(videos, done, strict=True) if not there)
+
+
+def stopped(done: list[tuple[Video, ...]], videos: tuple[Video, ...], config: Config) -> RunFailed:
+    """What is said at the end of a run that was asked to stop."""
+    made = sum(map(len, done))
+    again = "makes the rest" if config.prompts_file else "starts again"
+    return RunFailed(
+        f"as asked, with {made} of {len(videos)} videos made. The same command {again}."
+    )
 
 
 def use_cache(config: Config) -> None:
@@ -99,7 +144,7 @@ def load(preparation: Preparation, timings: Timings) -> WanPipeline:
     with timings.stage(Stage.LOAD) as clock:
         with bytes_bar("Loading") as progress:
             loaded = load_wan_parameters(
-                folder, workshop, cache=Path(cache) if cache else None, progress=progress
+                folder, workshop, cache=place(cache) if cache else None, progress=progress
             )
         clock.ready(loaded.parameters.transformers)
     for message in loaded.messages:
@@ -132,6 +177,7 @@ def make(
         with timings.stage(Stage.DENOISE):
             watch = report.watch(pipeline, request, experts)
             latents = denoise(pipeline, request, experts, timings, watch)
+            check_same(latents, request)
         with timings.stage(Stage.VAE_DECODE):
             return decode_all(pipeline, request, latents, timings)
 
@@ -143,12 +189,18 @@ def denoise(
     if watch is not None:
         watch(0, pipeline.first_latents(request))
     with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
-        for latents, step in timings.watch(pipeline.denoise(request, experts)):
+        for latents, step in timings.watch(STOPS.between(pipeline.denoise(request, experts))):
             advance()
             if watch is not None:
                 watch(step.index + 1, latents)
             finished = latents
     return np.asarray(finished)
+
+
+def check_same(latents: np.ndarray, request: Request) -> None:
+    """Raises Diverged unless every process has the same latents."""
+    seeds = ", ".join(map(str, request.seeds))
+    agree_on_result(f"latents of seeds {seeds}", hashlib.sha256(latents.tobytes()).hexdigest())
 
 
 def decode_all(
@@ -178,7 +230,13 @@ def write(config: Config, group: tuple[Video, ...], frames: list[np.ndarray]) ->
     if jax.process_index() != 0:
         return
     for video, pictures in zip(group, frames, strict=False):
-        write_video(video.path, pictures, fps=config.fps, metadata=metadata(config, video))
+        write_video(
+            video.path,
+            pictures,
+            fps=config.fps,
+            metadata=metadata(config, video),
+            identity=identity(config, video),
+        )
         print(f"wrote {video.path}", flush=True)
 
 

@@ -30,8 +30,11 @@ from maxdiffusion.mesh.devices import slice_index
 from maxdiffusion.pipelines.programs import ProgramShape, Workshop
 from maxdiffusion.pipelines.shapes import shape_problems
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
+from maxdiffusion.runtime.agreement import agree
+from maxdiffusion.runtime.coordination import several
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.weights.folder import ModelFolder, is_remote
+from maxdiffusion.weights.identity import component_digests
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,8 @@ def prepare(reading: Reading) -> Preparation:
         checks=(checks,),
         earlier=earlier,
     )
+    if several():
+        agree("inputs", {"prompts": list(job.prompts), **component_digests(folder)})
     shape = program_shape(config, spec, min(job.batch_size, job.videos))
     workshop = search_before_run(checks.workshop(config), config, shape)
     workshop = keep_programs(workshop, config)

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from string import Formatter
 
 from maxdiffusion.config.config import Config
+from maxdiffusion.runtime.places import is_remote, remote_problem
 from maxdiffusion.runtime.problems import Problem
 
 NAME_FIELDS = frozenset({"seed", "i"})
@@ -16,9 +17,8 @@ def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
     yield from name_problems(config.output_name, videos)
     for name in ("output_dir", "timing_file"):
         value = config.values[name]
-        if "://" in value:
-            rule, remedy = "must be a path on a disk", "Write to a disk and copy from there"
-            yield Problem(name=name, value=value, rule=rule, remedy=remedy)
+        if is_remote(value) and (problem := remote_problem(name, value)) is not None:
+            yield problem
     if not config.output_dir:
         rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
         yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
@@ -28,7 +28,7 @@ def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
 
 def writing_problems(name: str, value: str, folder: Path) -> Iterator[Problem]:
     """A problem if no file can be written in a folder, or in the one that it would be made in."""
-    if not value or "://" in value:
+    if not value or is_remote(value):
         return
     there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:

@@ -52,6 +52,7 @@ def check_job(
     prompts = found.value(lambda: read_prompts(config))
     mesh = found.value(lambda: resolve_mesh(config, device_count, slice_count, heads))
     batch = found.value(lambda: batch_size(config, device_count))
+    # Without a number, a prompt has as many videos as fit at once.
     per_prompt = config.num_videos or batch
     videos = None if prompts is None or per_prompt is None else len(prompts) * per_prompt
     found.add(lambda: output_problems(config, videos))
@@ -98,7 +99,7 @@ def resolve_mesh(config: Config, devices: int, slices: int, heads: int | None) -
 
 
 def batch_size(config: Config, devices: int) -> int:
-    """How many videos of a prompt are made at once."""
+    """How many videos are made at once, of one prompt or of several."""
     per_device = config.per_device_batch_size
     if per_device is None:
         return 1
@@ -109,7 +110,15 @@ def batch_size(config: Config, devices: int) -> int:
         remedy = f"Use {least:g} for one video at a time, or leave the key out"
         name = "per_device_batch_size"
         raise ProblemsFound([Problem(name=name, value=per_device, rule=rule, remedy=remedy)])
-    return min(videos, config.num_videos or videos)
+    return min(videos, config.num_videos * prompt_count(config) if config.num_videos else videos)
+
+
+def prompt_count(config: Config) -> int:
+    """How many prompts there are; 1 while they cannot be read, which is reported elsewhere."""
+    try:
+        return len(read_prompts(config))
+    except ProblemsFound:
+        return 1
 
 
 def guidance_scales(config: Config) -> GuidanceScales:

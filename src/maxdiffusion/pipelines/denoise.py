@@ -18,6 +18,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
 from maxdiffusion.pipelines.guidance import Guidance
+from maxdiffusion.runtime.marks import MARKS
 from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.runtime.timing import StepTime
 from maxdiffusion.schedulers import Sampler, step_row
@@ -114,6 +115,7 @@ def denoise(
     timesteps: Sequence[float] = [float(t) for t in sampler.timesteps]
     for index, timestep in enumerate(timesteps):
         expert = experts.at(timestep)
+        MARKS.reach(f"denoise step {index + 1}")
         started = time.perf_counter()
         inputs = step_inputs(sampler, index, expert.guidance_scale)
         with jax.profiler.StepTraceAnnotation("denoise", step_num=index):

@@ -8,6 +8,8 @@ from typing import TextIO
 import jax
 from tqdm import tqdm
 
+from maxdiffusion.runtime.marks import MARKS
+
 Advance = Callable[[], None]
 Report = Callable[[int, int], None]
 
@@ -56,9 +58,18 @@ def bytes_bar(description: str, *, stream: TextIO | None = None) -> Iterator[Rep
         bar_format=_BYTES,
         disable=not watched(stream),
     ) as bar:
-        yield lambda done, total: _report(bar, done, total)
+        yield _Bytes(bar)
 
 
-def _report(bar: tqdm, done: int, total: int) -> None:
-    bar.total = total
-    bar.update(done - bar.n)
+class _Bytes:
+    """Moves a bar, and tells the watch of every byte that came."""
+
+    def __init__(self, bar: tqdm):
+        self._bar, self._done = bar, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if done != self._done:
+            MARKS.stir()
+            self._done = done
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

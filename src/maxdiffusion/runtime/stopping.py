@@ -1,15 +1,48 @@
 """SIGTERM, the notice of preemption: all processes stop at the same point, with their work kept."""
 
+import itertools
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.experimental import multihost_utils
 
 from maxdiffusion.runtime.coordination import several
 
 Asked = Callable[[int], bool]
+Item = TypeVar("Item")
+
+
+class StopAsked(Exception):
+    """The run was asked to end, and is at a point where it can."""
+
+
+class StopPoints:
+    """The points where a run may stop; a process has one run, and passes them in order."""
+
+    def __init__(self) -> None:
+        self._asked: Asked = lambda step: False
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def heeded(self) -> Iterator[None]:
+        """Hears SIGTERM while the block runs."""
+        with asked_to_stop() as self._asked:
+            try:
+                yield
+            finally:
+                self._asked = lambda step: False
+
+    def between(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The items; raises StopAsked before the first one that is not to come any more."""
+        for item in items:
+            if self._asked(next(self._numbers)):
+                raise StopAsked
+            yield item
+
+
+STOPS = StopPoints()
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from maxdiffusion.runtime.problems import STOPPED
 BEAT_SECONDS = 1.0
 # An error that all processes share is told by each of them, if they are given the time.
 GRACE_SECONDS = 3.0
-FAREWELL_SECONDS = 10.0
 _HERE = f"{ROOT}/watch"
 
 
@@ -119,6 +118,7 @@ class Watch:
     def fail(self, reason: str) -> None:
         """Tells the others that this process stops, which it should then do."""
         self._over.set()
+        self._thread.join(5 * BEAT_SECONDS)
         self._say_farewell("failed", reason)
 
     def await_verdict(self) -> None:
@@ -142,26 +142,29 @@ class Watch:
 
     def _hear(self) -> str | None:
         """The verdict on the job, if there is one."""
-        now, heard = time.monotonic(), self._heard()
+        heard = self._heard()
         if "verdict" in heard:
             return heard["verdict"]
-        for topic, known in (("beat", self._beats), ("failed", self._failures)):
-            for index, text in _indices(heard, topic).items():
-                if index not in known or known[index].text != text:
-                    known[index] = Word(text=text, arrived=now)
         gone = _indices(heard, "done").keys() | self._failures.keys()
         culprit = find_culprit(
             self._members,
             {index: beat for index, beat in self._beats.items() if index not in gone},
             self._failures,
-            now=now,
+            now=time.monotonic(),
             patience=self._patience,
         )
         return None if culprit is None else self._judge(culprit)
 
     def _heard(self) -> dict[str, str]:
+        """Everything that was said, of which beats and failures are kept with their time."""
         entries = client().key_value_dir_get(_HERE)
-        return {key.split(f"{_HERE}/", 1)[1]: value for key, value in entries}
+        heard = {key.split(f"{_HERE}/", 1)[1]: value for key, value in entries}
+        now = time.monotonic()
+        for topic, known in (("beat", self._beats), ("failed", self._failures)):
+            for index, text in _indices(heard, topic).items():
+                if index not in known or known[index].text != text:
+                    known[index] = Word(text=text, arrived=now)
+        return heard
 
     def _judge(self, culprit: str) -> str:
         """Writes the verdict, and returns the one that holds: the first."""
@@ -187,13 +190,13 @@ class Watch:
         """Notes how this process ends; the first one stays until all living ones end too."""
         try:
             client().key_value_set(f"{_HERE}/{topic}/{self._mine}", text, allow_overwrite=True)
-            ends = time.monotonic() + FAREWELL_SECONDS
-            while self._mine == 0 and time.monotonic() < ends and self._untold():
+            while self._mine == 0 and self._untold():
                 time.sleep(BEAT_SECONDS / 4)
         except jax.errors.JaxRuntimeError:
             return  # the first process is gone, and nobody is left to be told
 
     def _untold(self) -> set[int]:
+        """The processes that still give signs and have not heard that the job is over."""
         heard, now = self._heard(), time.monotonic()
         living = {i for i, beat in self._beats.items() if now - beat.arrived < self._patience.dead}
         ending = (_indices(heard, topic).keys() for topic in ("told", "failed", "done"))
