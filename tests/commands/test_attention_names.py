@@ -1,0 +1,135 @@
+"""Every attention name makes a video by the command on eight devices, of the latents of one."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from commands.command_line import TINY
+from jax.experimental.compilation_cache import compilation_cache
+
+from maxdiffusion import WanPipeline
+from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions
+from maxdiffusion.commands import generate
+from maxdiffusion.generate_wan import main
+from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.pipelines.settings import PipelineSettings
+from maxdiffusion.pipelines.user_request import request_from_arguments
+from maxdiffusion.runtime.video import read_video
+
+FOLDER = Path(__file__).parents[1] / "goldens" / "wan22_t2v"
+# The order of float32 sums differs between kernels and meshes, and nothing else.
+TOLERANCE = 5e-5
+GPU_ONLY = "cudnn_flash_te"
+COUNTING = "ulysses_ring_custom_fixed_m"
+NAMES = [name for name in ATTENTION_NAMES if name != GPU_ONLY]
+PROMPT = "a quiet harbour at night"
+NEGATIVE = "blurred"
+# 18 tokens, which 4 devices do not divide; both experts take a step.
+SIZES = {"height": 48, "width": 32, "num_frames": 9, "num_inference_steps": 2, "seed": 5}
+ARGUMENTS = (
+    f"pretrained_model_name_or_path={FOLDER}",
+    f"prompt={PROMPT}",
+    f"negative_prompt={NEGATIVE}",
+    *(f"{name}={value}" for name, value in SIZES.items()),
+    *(
+        "guidance_scale_high=4.0",
+        "guidance_scale_low=4.0",
+        "flow_shift=3.0",
+        "boundary_ratio=0.875",
+    ),
+    *("ici_data_parallelism=2", "ici_ring_parallelism=2", "ici_ulysses_parallelism=2"),
+    "per_device_batch_size=0.125",
+)
+
+
+@pytest.fixture(scope="module")
+def alone() -> np.ndarray:
+    """The latents of dense attention on one device."""
+    options = AttentionOptions(flash_min_seq_length=0)
+    pipeline = WanPipeline.from_pretrained(
+        FOLDER,
+        mesh=build_mesh(MeshShape(), devices=jax.devices()[:1]),
+        settings=PipelineSettings(attention="dot_product", attention_options=options),
+    )
+    request = request_from_arguments(
+        pipeline.workshop.spec,
+        prompt=PROMPT,
+        negative_prompt=NEGATIVE,
+        **SIZES,
+        guidance_scale=4.0,
+        flow_shift=3.0,
+        boundary_ratio=0.875,
+    )
+    *_, (latents, _) = pipeline.denoise(request, pipeline.condition(request))
+    return np.asarray(latents)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for programs that all names share; afterwards nothing is kept any more."""
+    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in settings}
+    compilation_cache.reset_cache()
+    yield tmp_path_factory.mktemp("cache")
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.parametrize("attention", NAMES)
+def test_a_name_changes_nothing_but_the_work(
+    attention, alone, cache, tmp_path, monkeypatch, capsys
+):
+    latents, decode_all = [], generate.decode_all
+
+    def keep(pipeline, request, finished, timings):
+        latents.append(finished)
+        return decode_all(pipeline, request, finished, timings)
+
+    monkeypatch.setattr(generate, "decode_all", keep)
+    timing_file = tmp_path / "timing.json"
+    code = main(
+        [
+            str(TINY),
+            *ARGUMENTS,
+            f"attention={attention}",
+            f"output_dir={tmp_path}",
+            f"jax_cache_dir={cache}",
+            f"report_fast_heads={attention == COUNTING}".lower(),
+            f"timing_file={timing_file}",
+        ]
+    )
+    said = capsys.readouterr()
+    assert code == 0, said.err
+    np.testing.assert_allclose(*latents, alone, rtol=0, atol=TOLERANCE)
+    frames, _ = read_video(tmp_path / "wan_output_5_0.mp4")
+    assert frames.shape == (9, 48, 32, 3)
+    assert frames.std() > 1
+    assert f"attention {attention}\n" in said.out
+    counted = json.loads(timing_file.read_text())["run"]["fast_heads"]
+    assert [count["step"] for count in counted] == ([0, 1] if attention == COUNTING else [])
+    if attention == COUNTING:
+        check_counts(counted, said.out)
+
+
+def check_counts(counted: list[dict], said: str) -> None:
+    """Both experts are counted, every layer of them, and people are told."""
+    experts = ["high-noise expert", "low-noise expert"]
+    assert [count["expert"] for count in counted] == experts
+    for count in counted:
+        pairs, layers = count["pairs_of_a_layer"], count["fast_pairs_of_layers"]
+        # These weights are small: every head's norms pass the gate.
+        assert layers == [pairs] * len(layers)
+        total = pairs * len(layers)
+        line = f"step {count['step'] + 1} ({count['expert']}): {total} of {total} heads on the fast"
+        assert line in said
+
+
+def test_a_name_for_gpus_is_refused(tmp_path, capsys):
+    output = tmp_path / "videos"
+    assert main([str(TINY), *ARGUMENTS, f"attention={GPU_ONLY}", f"output_dir={output}"]) == 2
+    assert "runs on NVIDIA GPUs only" in capsys.readouterr().err
+    assert not output.exists()
