@@ -171,12 +171,15 @@ class Workshop:
     def lower_fast_heads(self, shape: ProgramShape) -> jax.stages.Lowered:
         """The program that counts, layer by layer, the heads that pass the gate of fixed-m."""
         graph, dtype = self.models.transformer.graph, self.settings.precision.activations
-        planned = {"attention": self.attention(shape), "layout": self.layout}
+        attention, layout = self.attention(shape), self.layout
 
         def fast_heads(weights: nnx.State, text: Any, sample: Array, timestep: Array) -> Array:
             batch = shape.guidance.model_batch(sample.astype(dtype))
             timesteps = jnp.full((batch.shape[0],), timestep, jnp.float32)
-            return nnx.merge(graph, weights).fast_heads(batch, timesteps, text, **planned)
+            transformer = nnx.merge(graph, weights)
+            return transformer.fast_heads(
+                batch, timesteps, text, attention=attention, layout=layout
+            )
 
         return self._lower(
             jax.jit(fast_heads, out_shardings=self.everywhere),
