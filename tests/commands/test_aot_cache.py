@@ -24,7 +24,8 @@ def run(folder, cache):
         devices=2,
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout, np.asarray(read_video(folder / "video_0.mp4"))
+    frames, _ = read_video(folder / "video_0.mp4")
+    return result.stdout, np.asarray(frames)
 
 
 def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path):

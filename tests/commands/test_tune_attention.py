@@ -103,6 +103,9 @@ def test_the_winner_is_kept_and_used_by_later_plans(tmp_path):
         blocks = plan.kernel.blocks
         assert {name: getattr(blocks, name) for name, _ in winner.sizes} == dict(winner.sizes)
         assert blocks.block_q == 128
+    notes = tile_search.tile_notes(tuned.workshop, tuned.shape)
+    assert notes[0].startswith("tiles of self-attention from a search, by test: block_q 128")
+    assert len(notes) == 2
     # Sizes that a config gives stand before those of the file.
     given = planned(f"tuned_blocks_file={path}", "flash_block_sizes.block_q=256")
     assert given.workshop.self_attention(given.shape).kernel.blocks.block_q == 256
@@ -152,7 +155,7 @@ def test_the_command_times_kernels_and_writes_everything(tmp_path, capsys):
         "width=128",
     )
     files = (f"tuned_blocks_file={blocks}", f"tile_search_out={out}")
-    tune_here(reading(*split, *files, "enable_tile_search=true"))
+    tune_here(reading(*split, *files))
     printed = capsys.readouterr().out
     assert "one attention on one device, timed on cpu (interpreted)" in printed
     assert "best: flash_block_sizes.block_q=" in printed

@@ -3,11 +3,14 @@
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from maxdiffusion.pipelines.executable_files import read_executable, read_key
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/wan_tiny.yml"
@@ -27,7 +30,8 @@ def run(*arguments, **environment):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    report = tmp_path_factory.mktemp("preflight") / "preflight.json"
+    folder = tmp_path_factory.mktemp("preflight")
+    report = folder / "preflight.json"
     done = run(
         "topology=tpu7x:2x2x1",
         "attention=ulysses_ring_custom",
@@ -35,6 +39,8 @@ def finished(tmp_path_factory):
         "num_frames=1",
         "weights_dtype=bfloat16",
         "activations_dtype=bfloat16",
+        "max_sequence_length=64",
+        f"aot_cache_dir={folder / 'programs'}",
         f"report={report}",
     )
     assert done.returncode == 0, done.stderr[-2000:]
@@ -79,6 +85,19 @@ def test_people_see_progress_and_a_report(finished):
     assert "preflight for tpu7x:2x2x1: 4 chips, 8 devices" in output
     assert "mesh: data 2 x fsdp 1 x ring 2 x ulysses 2 x tensor 1" in output
     assert "of 1153.5 TFLOP/s (bf16) a device" in output
+
+
+def test_programs_for_a_tpu_are_kept_for_the_job(finished):
+    output, report = finished
+    kept = re.findall(r"aot_cache_dir: kept (\w+) as (\S+)", output)
+    assert [name for name, _ in kept] == [program["name"] for program in report["programs"]]
+    folder = Path(re.search(r"wrote (\S+)", output)[1]).parent / "programs"
+    for name, file in kept:
+        key = read_key(folder / file)
+        assert (key["program"], key["platform"], key["device kind"]) == (name, "tpu", "TPU7x")
+        assert len(key["devices"]) == 8
+        assert key["libtpu"].startswith("0.0.42")
+        assert read_executable(folder / file, key)
 
 
 def test_a_mesh_that_does_not_fit_is_refused():

@@ -45,6 +45,10 @@ class FlashBlockSizes:
             raise ValueError(f"flash_block_sizes has {unknown}: the keys are {sorted(known)}")
         return cls(**sizes)  # type: ignore[arg-type]
 
+    def changed(self, sizes: Mapping[str, int | None]) -> "FlashBlockSizes":
+        """The same with some sizes in place of those it has."""
+        return self.from_mapping({**vars(self), **sizes})
+
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:

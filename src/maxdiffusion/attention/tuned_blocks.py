@@ -1,12 +1,11 @@
 """Tile sizes for a site: the user's, completed from a table of what is known to be best."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from maxdiffusion.attention.on_device.site import KernelSite
 from maxdiffusion.attention.options import LANES
-from maxdiffusion.attention.tuned_sites import SEARCHED, SitePlace, sizes_at
+from maxdiffusion.attention.tuned_sites import SEARCHED, SitePlace, TunedSite, row_at
 from maxdiffusion.kernels.splash import SplashBlocks
 
 if TYPE_CHECKING:
@@ -101,12 +100,12 @@ def place_of(site: KernelSite, kernel: str) -> SitePlace:
     )
 
 
-def searched_sizes(site: KernelSite, kernel: str) -> Mapping[str, int]:
+def searched_row(site: KernelSite, kernel: str) -> TunedSite | None:
     """What a search found for a kernel at this site, unless the user gives sizes."""
     given = vars(site.options.block_sizes)
     if any(given[name] is not None for name in SEARCHED):
-        return {}
-    return sizes_at(site.options.tuned_sites, place_of(site, kernel))
+        return None
+    return row_at(site.options.tuned_sites, place_of(site, kernel))
 
 
 def tuned_tiles(site: KernelSite, *, fixed_m: bool) -> Tiles:
@@ -126,9 +125,9 @@ def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
     """
     from maxdiffusion.kernels.flash import FlashBlocks
 
-    found = searched_sizes(site, flash_name(fixed_m=fixed_m))
-    if found:
-        return FlashBlocks(**found).fit(site.sizes.q_len, site.sizes.kv_len)
+    found = searched_row(site, flash_name(fixed_m=fixed_m))
+    if found is not None:
+        return FlashBlocks(**dict(found.sizes)).fit(site.sizes.q_len, site.sizes.kv_len)
     given = site.options.block_sizes
     tuned = tuned_tiles(site, fixed_m=fixed_m)
     block_kv = given.block_kv or tuned.block_kv
@@ -148,8 +147,9 @@ def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
 def splash_blocks(site: KernelSite, kernel: str = "splash") -> SplashBlocks:
     """Tiles of the splash kernels: given sizes first, clipped to the lengths they cover."""
     given, sizes = site.options.block_sizes, site.sizes
-    found = searched_sizes(site, kernel)
-    given = replace(given, **{name: found[name] for name in SPLASH_FORWARD if name in found})
+    found = searched_row(site, kernel)
+    if found is not None:
+        given = given.changed(dict(found.sizes))
     tuned = INTERPRETED if site.interpret else CAUTIOUS
     block_q = covering(given.block_q or tuned.block_q, sizes.q_len)
     block_kv = covering(given.block_kv or tuned.block_kv, sizes.kv_len)

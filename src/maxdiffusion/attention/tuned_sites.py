@@ -1,7 +1,7 @@
 """Tile sizes that a search found for one site each, and the file that a user keeps them in."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,9 @@ class TunedSite:
         return {**asdict(self.place), **facts}
 
 
-def sizes_at(rows: Sequence[TunedSite], place: SitePlace) -> Mapping[str, int]:
-    """The sizes that a search found for a place, the last of several; none without a search."""
-    for row in reversed(rows):
-        if row.place == place:
-            return dict(row.sizes)
-    return {}
+def row_at(rows: Sequence[TunedSite], place: SitePlace) -> TunedSite | None:
+    """What a search found for a place, the last of several; None without a search."""
+    return next((row for row in reversed(rows) if row.place == place), None)
 
 
 def read_tuned_sites(path: Path) -> tuple[TunedSite, ...]:

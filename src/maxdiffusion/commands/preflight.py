@@ -14,6 +14,7 @@ from maxdiffusion.commands.auto_attention import settle_attention
 from maxdiffusion.commands.kept_programs import fill_programs
 from maxdiffusion.commands.pipeline_settings import program_shape, sampler
 from maxdiffusion.commands.preparation import ModelChecks
+from maxdiffusion.commands.tile_search import tile_notes
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.validation import check_job
@@ -101,7 +102,7 @@ def prepare(reading: Reading) -> Preflight:
         config=planned.config,
         workshop=fill_programs(planned.workshop, planned.config),
         shape=planned.shape,
-        notes=planned.notes,
+        notes=(*planned.notes, *tile_notes(planned.workshop, planned.shape)),
     )
 
 

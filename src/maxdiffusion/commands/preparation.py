@@ -14,7 +14,7 @@ from maxdiffusion.commands.pipeline_settings import (
     sampler,
     video_shape,
 )
-from maxdiffusion.commands.tile_search import search_before_run
+from maxdiffusion.commands.tile_search import search_before_run, tile_notes
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.features import model_refusal
 from maxdiffusion.config.job import Job
@@ -87,7 +87,7 @@ def prepare(reading: Reading) -> Preparation:
         folder=folder,
         workshop=workshop,
         shape=shape,
-        notes=notes,
+        notes=(*notes, *tile_notes(workshop, shape)),
     )
 
 

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from maxdiffusion.attention import AttentionPlan
-from maxdiffusion.attention.tuned_blocks import place_of
-from maxdiffusion.attention.tuned_sites import SEARCHED, TunedSite, sizes_at, write_tuned_sites
+from maxdiffusion.attention.tuned_blocks import place_of, searched_row
+from maxdiffusion.attention.tuned_sites import SEARCHED, TunedSite, row_at, write_tuned_sites
 from maxdiffusion.config.config import Config
 from maxdiffusion.pipelines.programs import ProgramShape, Workshop
 from maxdiffusion.preflight.compile_errors import is_refusal
@@ -59,17 +61,23 @@ def subjects(workshop: Workshop, shape: ProgramShape) -> list[Subject]:
         Subject(
             purpose=purpose,
             plan=plan,
-            planned=lambda sizes, make=plan_makers[purpose]: make(with_sizes(workshop, sizes)),
+            planned=partial(_planned, workshop, plan_makers[purpose]),
         )
         for purpose, plan in kernel_plans(workshop.attention(shape)).items()
     ]
+
+
+def _planned(
+    workshop: Workshop, make: Callable[[Workshop], AttentionPlan], sizes: Mapping[str, int]
+) -> AttentionPlan:
+    return make(with_sizes(workshop, sizes))
 
 
 def with_sizes(workshop: Workshop, sizes: Mapping[str, int]) -> Workshop:
     """The workshop with these tiles in all kernels."""
     options = workshop.settings.attention_options
     given = {**dict.fromkeys(SEARCHED), **sizes}  # a size left out is not the one given before
-    changed = replace(options, block_sizes=replace(options.block_sizes, **given))
+    changed = replace(options, block_sizes=options.block_sizes.changed(given))
     return replace(workshop, settings=replace(workshop.settings, attention_options=changed))
 
 
@@ -125,6 +133,7 @@ class Search:
 
     def _blank(self, subject: Subject, sizes: Mapping[str, int]) -> Tried:
         site = subject.plan.kernel.site.sizes
+        tile: dict[str, Any] = {name: sizes.get(name, 0) for name in SEARCHED}
         return Tried(
             purpose=subject.purpose,
             attention=subject.plan.name,
@@ -133,7 +142,7 @@ class Search:
             heads=sum(site.heads),
             q_len=site.q_len,
             kv_len=site.kv_len,
-            **{name: sizes.get(name, 0) for name in SEARCHED},
+            **tile,
         )
 
     def _tried(self, subject: Subject, row: Tried) -> Tried:
@@ -217,7 +226,8 @@ def search_before_run(
     found = [
         subject
         for subject in subjects(workshop, shape)
-        if not sizes_at(known, place_of(subject.plan.kernel.site, kernel_name(subject.plan.kernel)))
+        if row_at(known, place_of(subject.plan.kernel.site, kernel_name(subject.plan.kernel)))
+        is None
     ]
     if not found:
         say("enable_tile_search: no kernel without known tiles runs here, nothing is searched")
@@ -231,6 +241,17 @@ def search_before_run(
     winners = search.run(found)
     keep_winners(config, winners, say)
     return with_tuned(workshop, winners)
+
+
+def tile_notes(workshop: Workshop, shape: ProgramShape) -> tuple[str, ...]:
+    """What a start-up plan says of tiles that are from a search."""
+    notes = []
+    for purpose, plan in kernel_plans(workshop.attention(shape)).items():
+        row = searched_row(plan.kernel.site, kernel_name(plan.kernel))
+        if row is not None:
+            tile = ", ".join(f"{name} {size}" for name, size in row.sizes)
+            notes.append(f"tiles of {purpose} from a search, {row.how}: {tile}")
+    return tuple(notes)
 
 
 def table_of(config: Config) -> Path | None:

@@ -1,5 +1,6 @@
 """The best tiles of a job's kernels: timed where there are TPUs, else ranked by machine code."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from maxdiffusion.commands.tile_search import (
     table_of,
 )
 from maxdiffusion.config.loading import Reading
+from maxdiffusion.config.schema import Frozen
 from maxdiffusion.preflight.compile_errors import explain, is_refusal
 from maxdiffusion.preflight.kernels import measure_kernel, use_of
 from maxdiffusion.preflight.topology import Topology, describe_devices, read_topology
@@ -24,15 +26,22 @@ from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 def tune_here(reading: Reading) -> None:
     """Times the tiles of a job on the devices that are there."""
-    job = plan_job(reading, jax.devices())
+    job = plan_job(searching(reading), jax.devices())
     search(job, clock_meter(jax.local_devices()[0], job.config.tile_search_iters))
 
 
 def tune_for_topology(reading: Reading, dump: Path) -> None:
     """Ranks the tiles of a job by machine code; libtpu writes it into `dump`, from its start on."""
     topology = read_topology(reading.config.topology)
-    job = plan_job(reading, describe_devices(topology))
+    job = plan_job(searching(reading), describe_devices(topology))
     search(job, machine_code_meter(topology, dump))
+
+
+def searching(reading: Reading) -> Reading:
+    """The config with its search on, so that the file of its winners need not be there yet."""
+    config = reading.config
+    values = Frozen({**config.values, "enable_tile_search": True})
+    return replace(reading, config=replace(config, values=values))
 
 
 def search(job: PlannedJob, meter: Meter) -> None:

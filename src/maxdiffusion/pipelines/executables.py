@@ -104,7 +104,7 @@ def load(lowered: jax.stages.Lowered, payload: bytes) -> jax.stages.Compiled:
     jax's own loading unpickles the program's argument and result trees. Here they are those of the
     program as it is lowered now, and jax holds its shardings against the loaded code's.
     """
-    arguments = lowered._lowering.compile_args  # type: ignore[attr-defined]
+    arguments = lowered._lowering.compile_args
     client = arguments["backend"]
     arguments["backend"] = _Loading(client, payload)
     try:

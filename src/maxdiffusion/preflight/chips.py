@@ -10,10 +10,10 @@ MIB = 2**20
 class Chip:
     """One kind of TPU; every figure is of one jax device unless its name says `chip` or `link`.
 
-    `flops_per_cycle` counts bfloat16; `mxu_depth` is the length of a dot product that fills the
-    MXU. `link_bandwidth` is one way over one link between neighbouring chips, `core_bandwidth` one
-    way between the two devices of a chip. `wrap_from` is the side of a torus from which its ends
-    are joined.
+    `usable_hbm_bytes` is what libtpu 0.0.42 lets a program have. `flops_per_cycle` counts bfloat16;
+    `mxu_depth` is the length of a dot product that fills the MXU. `link_bandwidth` is one way over
+    one link between neighbouring chips, `core_bandwidth` one way between the two devices of a chip.
+    `wrap_from` is the side of a torus from which its ends are joined.
     """
 
     name: str
@@ -22,6 +22,7 @@ class Chip:
     bf16_flops: float
     fp8_flops: float
     hbm_bytes: int
+    usable_hbm_bytes: int
     hbm_bandwidth: float
     vmem_bytes: int
     flops_per_cycle: int
@@ -66,6 +67,7 @@ CHIPS: dict[str, Chip] = {
             bf16_flops=1153.5e12,
             fp8_flops=2307e12,
             hbm_bytes=96 * GIB,
+            usable_hbm_bytes=int(94.75 * GIB),
             hbm_bandwidth=3690e9,
             vmem_bytes=64 * MIB,
             flops_per_cycle=_TWO_LARGE_MXUS,
@@ -86,6 +88,7 @@ CHIPS: dict[str, Chip] = {
             bf16_flops=918e12,
             fp8_flops=918e12,
             hbm_bytes=32 * GIB,
+            usable_hbm_bytes=int(31.25 * GIB),
             hbm_bandwidth=1638e9,
             vmem_bytes=128 * MIB,
             flops_per_cycle=_TWO_LARGE_MXUS,
@@ -102,6 +105,7 @@ CHIPS: dict[str, Chip] = {
             bf16_flops=459e12,
             fp8_flops=459e12,
             hbm_bytes=95 * GIB,
+            usable_hbm_bytes=int(95.74 * GIB),  # more than the published 95 GB, in whole GiB
             hbm_bandwidth=2765e9,
             vmem_bytes=64 * MIB,
             flops_per_cycle=2 * _FOUR_SMALL_MXUS,
@@ -118,6 +122,7 @@ CHIPS: dict[str, Chip] = {
             bf16_flops=197e12,
             fp8_flops=197e12,
             hbm_bytes=16 * GIB,
+            usable_hbm_bytes=int(15.75 * GIB),
             hbm_bandwidth=819e9,
             vmem_bytes=128 * MIB,
             flops_per_cycle=_FOUR_SMALL_MXUS,

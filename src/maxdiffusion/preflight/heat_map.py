@@ -87,10 +87,10 @@ def _draw_cell(pen: "ImageDraw", corner: tuple[int, int], row: Tried, best: floa
         return
     slower = row.seconds / best
     colour = colour_of(slower)
-    frame = {"outline": _BEST, "width": 4} if slower == 1.0 else {}
-    pen.rectangle(box, fill=colour, **frame)
+    framed = slower == 1.0
+    pen.rectangle(box, fill=colour, outline=_BEST if framed else None, width=4 if framed else 1)
     ink = _INK if sum(colour) > 330 else (255, 255, 255)
-    second = "best" if slower == 1.0 else f"{slower - 1:+.0%}"
+    second = "best" if framed else f"{slower - 1:+.0%}"
     pen.text((middle[0], middle[1] - 10), in_words(row.seconds), fill=ink, anchor="mm")
     pen.text((middle[0], middle[1] + 12), second, fill=ink, anchor="mm")
 

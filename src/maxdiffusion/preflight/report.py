@@ -46,6 +46,7 @@ class Report:
             "mfu": self.mfu,
             "mfu_denominator_flops_per_device": self.bounds.peak_flops,
             "hbm_bytes_per_device": self.residence.peak,
+            "usable_hbm_bytes_per_device": self.topology.chip.usable_hbm_bytes,
             "cycles_per_layer_outside_kernels": self.cycles.layer,
             "kernels": [kernel.as_json() for kernel in self.kernels],
             "topology": self.topology.name,
@@ -120,9 +121,9 @@ class Report:
         return [*lines, f"  sent by a device in a step: {totals or 'nothing'}"]
 
     def _memory_lines(self) -> list[str]:
-        has, residence = self.topology.chip.hbm_bytes, self.residence
+        has, residence = self.topology.chip.usable_hbm_bytes, self.residence
         lines = [
-            f"HBM: {residence.peak / GIB:.2f} of {has / GIB:.0f} GiB at the peak "
+            f"HBM: {residence.peak / GIB:.2f} of {has / GIB:.2f} GiB at the peak "
             f"({residence.peak_program})" + ("" if residence.peak <= has else ": DOES NOT FIT"),
             *(f"  {size / GIB:8.2f} GiB  weights of {n}" for n, size in residence.weights.items()),
             f"  {residence.kept / GIB:8.2f} GiB  text keys and values, sampler state",
