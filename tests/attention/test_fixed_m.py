@@ -16,7 +16,7 @@ from attention.cases import (
     relative_error,
 )
 
-from maxdiffusion.attention import plan_attention
+from maxdiffusion.attention import AttentionOptions, plan_attention
 
 NAMES = ("ulysses_custom_fixed_m", "ulysses_ring_custom_fixed_m")
 CASE = Case(label="adversarial", mesh=(1, 1, 2, 2, 1), length=45, heads=4, masked=True)
@@ -117,3 +117,38 @@ def test_masks_that_leave_nothing_give_zeros():
     empty = Inputs(q=base.q, k=base.k, v=base.v, mask=np.zeros_like(base.mask))
     got = np.asarray(run(*placed(plan, empty, padded=True)))[:, : CASE.length]
     assert not np.any(got)
+
+
+@functools.cache
+def forced():
+    """A plan whose gate lets every head through, and its compiled program."""
+    options = AttentionOptions(fixed_m_gate="forced")
+    plan = plan_attention(NAMES[1], CASE.problem, mesh_of(CASE.mesh), options)
+    return plan, compiled(plan, placed(plan, ordinary(), padded=True))
+
+
+def test_a_forced_gate_is_said_and_lets_every_head_through():
+    plan, _ = forced()
+    assert "fixed-m for every head: the gate is forced" in plan.describe()
+    with jax.set_mesh(plan.mesh):
+        arrays = placed(plan, huge_norms(), padded=True)
+        assert int(jax.jit(plan.fast_heads)(*arrays)) == CASE.heads
+
+
+def test_forced_heads_that_the_gate_lets_through_are_right():
+    plan, run = forced()
+    inputs = ordinary()
+    got = np.asarray(run(*placed(plan, inputs, padded=True)))[:, : CASE.length]
+    bound = allowed_error(CASE, inputs, fixed_m=True)
+    assert relative_error(got, inputs.expected(CASE.problem.scale)) <= bound
+
+
+@pytest.mark.parametrize("make", [huge_norms, one_sink_key], ids=lambda make: make.__name__)
+def test_forced_heads_that_the_gate_keeps_out_are_finite_and_wrong(make):
+    """That they are wrong is why the gate exists; finite they are in any case."""
+    plan, run = forced()
+    inputs = make()
+    got = np.asarray(run(*placed(plan, inputs, padded=True)))[:, : CASE.length]
+    assert np.all(np.isfinite(got))
+    bound = allowed_error(CASE, inputs, fixed_m=True) + 2 * exact_score_error(inputs)
+    assert relative_error(got, inputs.expected(CASE.problem.scale)) > bound
