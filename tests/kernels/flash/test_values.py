@@ -1,5 +1,7 @@
 """The flash kernel gives what dense float32 attention gives, for every kind of input."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -85,12 +87,27 @@ def test_a_maximum_that_jumps_late_is_exact(late: float) -> None:
     assert error(out, expected(case, q, k, v)) <= tolerance(case, q, k, v)
 
 
-def test_the_tpu_interpreter_finds_no_race_and_no_stray_read() -> None:
+RACES = {
+    "ragged": Case(q_len=130, kv_len=257, heads=1, kv_heads=1),
+    "several tiles a block, bfloat16": Case(
+        q_len=200, kv_len=300, heads=1, kv_heads=1, dtype="bfloat16", blocks=WIDE
+    ),
+    "masks": Case(batch=2, q_len=70, kv_len=200, heads=1, kv_heads=1, masked=True),
+    "grouped heads, two a tile": Case(q_len=70, kv_len=200, kv_heads=1, blocks=small_blocks(2)),
+    "fixed-m, lengths": Case(
+        batch=2, q_len=70, lengths=(300, 131), options=interpreted(softmax=FixedM())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_tpu_interpreter_finds_no_race_and_no_stray_read(name: str) -> None:
     """Memory outside the arrays reads as NaN there, and DMAs finish as late as they may."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    case = Case(q_len=130, kv_len=257, heads=1, kv_heads=1, options=FlashOptions(interpret=params))
+    case = RACES[name]
+    case = replace(case, options=replace(case.options, interpret=params))
     q, k, v = case.arrays()
     out = jax.block_until_ready(run(case, q, k, v))
     assert error(out, expected(case, q, k, v)) <= tolerance(case, q, k, v)
