@@ -95,7 +95,12 @@ RACES = {
     "masks": Case(batch=2, q_len=70, kv_len=200, heads=1, kv_heads=1, masked=True),
     "grouped heads, two a tile": Case(q_len=70, kv_len=200, kv_heads=1, blocks=small_blocks(2)),
     "fixed-m, lengths": Case(
-        batch=2, q_len=70, lengths=(300, 131), options=interpreted(softmax=FixedM())
+        batch=2,
+        q_len=70,
+        heads=1,
+        kv_heads=1,
+        lengths=(300, 131),
+        options=interpreted(softmax=FixedM()),
     ),
 }
 
