@@ -208,6 +208,15 @@ def test_cross_attention_keeps_text_local(name):
     assert short.runs == "dot_product"
 
 
+def test_our_kernel_takes_short_text_of_long_videos():
+    options = AttentionOptions(flash_min_seq_length=4096)
+    sizes, mesh = problem(q_len=8192, kv_len=512), mesh_of((1, 1, 2, 2, 1))
+    kept = plan_cross_attention("ulysses_ring_custom", sizes, mesh, options)
+    assert kept.runs == "ulysses_ring_custom"
+    assert "512 tokens are fewer than flash_min_seq_length=4096, but the 8192" in kept.describe()
+    assert plan_cross_attention("ulysses", sizes, mesh, options).runs == "dot_product"
+
+
 def test_describes_what_runs_and_what_it_costs():
     mesh = mesh_of((1, 1, 2, 2, 1))
     sizes = problem(batch=2, heads=5, q_len=62, kv_len=62)

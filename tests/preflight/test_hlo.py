@@ -3,12 +3,20 @@
 import pytest
 from preflight.recorded import recorded
 
+from maxdiffusion.preflight.chips import CHIPS
 from maxdiffusion.preflight.collectives import find_collectives
-from maxdiffusion.preflight.cycles import Purpose, count_cycles, purpose_of, visits
+from maxdiffusion.preflight.cycles import (
+    VECTOR_OPERATIONS,
+    Purpose,
+    count_cycles,
+    purpose_of,
+    visits,
+)
 from maxdiffusion.preflight.hlo import read_program
 
 MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
 LAYERS = 2
+TPU7X = CHIPS["tpu7x"]
 # Queries of the kernels on a device: 7,800 tokens over a ring of two, twenty heads of 128.
 SHARD = 3900 * 20 * 128 * 2
 
@@ -27,7 +35,7 @@ def test_kernels_run_once_a_layer_and_hop(step):
 
 
 def test_cycles_by_purpose(step):
-    cycles = count_cycles(step, LAYERS)
+    cycles = count_cycles(step, LAYERS, TPU7X)
     assert cycles.all == sum(cycles.total.values()) == 12_330_235
     assert cycles.layer == pytest.approx(5_599_706, abs=4)
     layer = cycles.per_layer
@@ -123,9 +131,23 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %c = f32[8]{0} conditional(%i, %p, %p), branch_computations={%cheap, %dear}
 }
 """
-    assert count_cycles(read_program(text), 1).all == 10
+    assert count_cycles(read_program(text), 1, TPU7X).all == 10
 
 
 def test_a_text_without_entry_is_refused():
     with pytest.raises(ValueError, match="marked ENTRY"):
         read_program("HloModule nothing")
+
+
+@pytest.mark.parametrize("operations", [0, 10**12], ids=["moves", "computes"])
+def test_kernels_that_are_no_attention_take_what_they_state(operations):
+    cost = f'"flops":"{operations}","transcendentals":"0","bytes_accessed":"387000000"'
+    text = f"""
+ENTRY %main (p: bf16[8]) -> bf16[8] {{
+  %place_heads.1 = bf16[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", \
+backend_config={{"custom_call_config":{{"cost_estimate":{{{cost}}}}}}}
+}}
+"""
+    cycles = count_cycles(read_program(text), 1, TPU7X)
+    by_memory = 387e6 / TPU7X.hbm_bandwidth * TPU7X.clock_hz
+    assert cycles.total == {Purpose.HEADS: round(max(by_memory, operations / VECTOR_OPERATIONS))}

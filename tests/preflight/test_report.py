@@ -7,6 +7,7 @@ import pytest
 from preflight.recorded import recorded
 
 from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.preflight.chips import CHIPS
 from maxdiffusion.preflight.collectives import find_collectives
 from maxdiffusion.preflight.cycles import count_cycles
 from maxdiffusion.preflight.flops import forward_flops, step_bounds
@@ -47,7 +48,7 @@ KERNEL = KernelFigures(
 def report():
     topology = read_topology("tpu7x:2x2x1")
     program = read_program(recorded("denoise_step_two_layers.txt"))
-    cycles = count_cycles(program, SIZES.layers)
+    cycles = count_cycles(program, SIZES.layers, CHIPS["tpu7x"])
     collectives = find_collectives(program, MESH)
     flops = forward_flops(SIZES, tokens=7800, text_length=512, batch=2)
     memory = Memory(

@@ -11,6 +11,13 @@ def waste(padded: int, real: int) -> str:
     return f"{padded} for {real} ({(padded - real) / padded:.1%} padding)"
 
 
+def _reason(plan: "AttentionPlan") -> str:
+    """What runs in place of the name, or that it runs all the same, and why."""
+    if not plan.note:
+        return ""
+    return f" runs as {plan.runs}: {plan.note}" if plan.runs != plan.name else f": {plan.note}"
+
+
 def describe_plan(plan: "AttentionPlan") -> str:
     """What runs, and what it costs, a line each."""
     geometry, problem = plan.geometry, plan.problem
@@ -18,11 +25,12 @@ def describe_plan(plan: "AttentionPlan") -> str:
     heads = " + ".join(str(sizes.batch * heads) for heads in sizes.heads)
     moved = plan.exchange.bytes_sent(geometry)
     lines = [
-        f"attention {plan.name}" + (f" runs as {plan.runs}: {plan.note}" if plan.note else ""),
+        f"attention {plan.name}" + _reason(plan),
         f"exchange: {plan.exchange.title()}; {moved / 2**20:.2f} MiB sent per device",
         f"kernel: {plan.kernel.title}, {plan.kernel.softmax} softmax; {heads} (batch, head) pairs "
         f"x {sizes.q_len} queries x {sizes.kv_len} keys a call",
         *plan.kernel.details(),
+        "norm and rotation: in the pass that moves heads to their places" if plan.fused else "",
         f"queries: {waste(plan.padded_q_len, problem.q_len)}; "
         f"keys: {waste(plan.padded_kv_len, problem.kv_len)}",
         plan.exchange.waste(geometry),

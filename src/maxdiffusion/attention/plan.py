@@ -1,7 +1,9 @@
 """The plan of one attention: everything decided, called with arrays, printed at start-up."""
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import DeviceKernel
 from maxdiffusion.attention.on_device.fast_path import count_fast_heads
 from maxdiffusion.attention.problem import AttentionProblem
+from maxdiffusion.kernels.heads import Columns, heads_of, join_heads, place_heads
 from maxdiffusion.kernels.splash import pad_length
 
 
@@ -22,7 +25,8 @@ class AttentionPlan:
     """One attention, ready to run on global [B, S, N, H] arrays under `jax.set_mesh(mesh)`.
 
     `name` is what was asked for, `runs` what is run (another name where the plan had a reason,
-    which `note` then gives).
+    which `note` then gives). `fused`: norms and rotations of `of_columns` are done in one pass that
+    also moves heads to where the exchange wants them.
     """
 
     name: str
@@ -32,6 +36,7 @@ class AttentionPlan:
     mesh: Mesh
     exchange: Exchange | ByXla
     kernel: DeviceKernel
+    fused: bool = False
 
     @property
     def problem(self) -> AttentionProblem:
@@ -67,6 +72,18 @@ class AttentionPlan:
         return jax.sharding.auto_axes(
             self._run, axes=self.mesh.axis_names, out_sharding=self._out_spec(q.shape[1])
         )(q, k, v, kv_mask)
+
+    def of_columns(self, q: Columns, k: Columns, v: Columns) -> Float[Array, "B S D"]:
+        """The attention of the heads that columns stand for, as columns."""
+        padded = q.values.shape[1] == self.padded_q_len and k.values.shape[1] == self.padded_kv_len
+        if not (self.fused and padded):
+            width = self.problem.head_dim
+            return as_columns(self(heads_of(q, width), heads_of(k, width), heads_of(v, width)))
+        q_spec, kv_spec = self.geometry.q_spec, self.geometry.kv_spec
+        return self._mapped(
+            functools.partial(attend_columns, self),
+            (placement(q, q_spec), placement(k, kv_spec), placement(v, kv_spec)),
+        )(q, k, v)
 
     def fast_heads(
         self,
@@ -133,23 +150,25 @@ class AttentionPlan:
             return as_columns(exchange(q, k, v, keys, kernel))
 
         # Heads cross the border as columns: [S, N*H] is how projections write and read them, and a
-        # [N, H] tile of few heads would be padded. Pallas calls carry no replication types, so
-        # shard_map cannot check them.
-        inside_set_mesh = not jax.sharding.get_abstract_mesh().empty
-        run = jax.shard_map(
-            local,
-            mesh=None if inside_set_mesh else self.mesh,
-            in_specs=(
-                columns_spec(geometry.q_spec),
-                columns_spec(geometry.kv_spec),
-                columns_spec(geometry.kv_spec),
-                geometry.mask_spec,
-            ),
-            out_specs=columns_spec(geometry.q_spec),
-            check_vma=False,
-        )
+        # [N, H] tile of few heads would be padded.
+        specs = [columns_spec(spec) for spec in (geometry.q_spec, geometry.kv_spec)]
+        run = self._mapped(local, (specs[0], specs[1], specs[1], geometry.mask_spec))
         out = run(as_columns(q), as_columns(k), as_columns(v), kv_mask)
         return as_heads(out, width)
+
+    def _mapped(self, local: Callable[..., Array], specs: tuple[Any, ...]) -> Callable[..., Array]:
+        """`local` on the columns of every device.
+
+        Pallas calls carry no replication types, so shard_map cannot check them.
+        """
+        inside_set_mesh = not jax.sharding.get_abstract_mesh().empty
+        return jax.shard_map(
+            local,
+            mesh=None if inside_set_mesh else self.mesh,
+            in_specs=specs,
+            out_specs=columns_spec(self.geometry.q_spec),
+            check_vma=False,
+        )
 
     def _check(self, q: Array, k: Array, v: Array, kv_mask: Array | None) -> None:
         problem = self.problem
@@ -184,6 +203,33 @@ class AttentionPlan:
         from maxdiffusion.attention.description import describe_plan
 
         return describe_plan(self)
+
+
+def attend_columns(plan: AttentionPlan, q: Columns, k: Columns, v: Columns) -> Array:
+    """The attention of one device's columns, in a few passes over them."""
+    assert not isinstance(plan.exchange, ByXla)
+    exchange, kernel, width = plan.exchange, plan.kernel, plan.problem.head_dim
+    batch, _, columns = q.values.shape
+    places = exchange.places(batch, columns // width)
+    settings = {"head_dim": width, "interpret": kernel.site.interpret}
+    keys = GlobalKeys(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
+    with jax.named_scope("rope"):
+        placed = [place_heads(part, places, **settings) for part in (q, k, v)]
+    out = exchange.of_placed(placed[0], placed[1], placed[2], keys, kernel)
+    with jax.named_scope("exchange"):
+        return join_heads(out, places, **settings)
+
+
+def placement(columns: Columns, spec: PartitionSpec) -> Columns:
+    """Where every part of `columns` lies, given where their heads do."""
+    turn = None if columns.cosines is None else PartitionSpec(spec[1], None)
+    return replace(
+        columns,
+        values=columns_spec(spec),
+        gain=None if columns.gain is None else PartitionSpec(),
+        cosines=turn,
+        sines=turn,
+    )
 
 
 def as_columns(x: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:

@@ -3,13 +3,13 @@
 import difflib
 from dataclasses import dataclass
 
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from maxdiffusion.attention.exchanges import ByXla, Exchange, Stay
 from maxdiffusion.attention.geometry import Geometry, mesh_shape
 from maxdiffusion.attention.modes import ATTENTION_NAMES, DOT_PRODUCT, MODES, Mode
-from maxdiffusion.attention.on_device import KernelSite
-from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.on_device import DeviceKernel, KernelSite
+from maxdiffusion.attention.options import LANES, AttentionOptions
 from maxdiffusion.attention.plan import AttentionPlan
 from maxdiffusion.attention.problem import AttentionProblem
 from maxdiffusion.attention.refusal import UnsupportedAttention
@@ -49,10 +49,13 @@ def plan_cross_attention(
 ) -> AttentionPlan:
     """The plan of `name` for split tokens that attend to text, which every device has whole."""
     options = options or AttentionOptions()
-    _mode(name)
+    mode = _mode(name)
     geometry = Geometry(problem=problem, shape=mesh_shape(mesh), shared_keys=True)
     note = "" if name == DOT_PRODUCT else _shortness(problem, options)
-    runs = DOT_PRODUCT if note else name
+    keeps = mode.cross.takes_short_keys and problem.q_len >= options.flash_min_seq_length
+    runs = DOT_PRODUCT if note and not keeps else name
+    if note and keeps:
+        note += f", but the {problem.q_len} queries are not, and our kernel takes any text"
     exchange = ByXla() if runs == DOT_PRODUCT else Stay()
     return _planned(name, runs, note, geometry, mesh, exchange, options)
 
@@ -113,4 +116,21 @@ def _planned(
         mesh=mesh,
         exchange=exchange,
         kernel=kernel,
+        fused=_fuses(mesh, geometry, kernel),
+    )
+
+
+def _fuses(mesh: Mesh, geometry: Geometry, kernel: DeviceKernel) -> bool:
+    """Whether norms and rotations can be done by our kernel that moves heads.
+
+    It knows no gradient, sees all heads of a token at once, as many of keys as of queries, and
+    takes heads of whole lanes.
+    """
+    return (
+        kernel.site.platform == "tpu"
+        and not kernel.differentiable
+        and geometry.shape.tensor == 1
+        and geometry.problem.heads_per_key_head == 1
+        and kernel.site.head_dim % LANES == 0
+        and AxisType.Explicit not in mesh.axis_types
     )

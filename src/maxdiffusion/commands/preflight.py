@@ -171,7 +171,7 @@ def assemble(
     transformer, mesh = workshop.spec.transformer, workshop.mesh
     (step,) = (program for program in programs if program.name == DENOISE_STEP)
     schedule = read_program(step.text)
-    cycles = count_cycles(schedule, transformer.layers)
+    cycles = count_cycles(schedule, transformer.layers, chip)
     collectives = find_collectives(schedule, mesh.shape)
     flops = forward_flops(
         transformer,

@@ -9,9 +9,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh.axes import AXES, CONTEXT_AXES
 
-# Weights are split by their own features over `tensor` and by the model width over `fsdp`.
+SPREAD = "spread"
+# Weights are split by their own features over `tensor` and by the model width over `fsdp`; those
+# whose width is `spread` lie over all devices of a sequence, and are gathered layer by layer.
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = {
     "model": ("fsdp",),
+    SPREAD: ("fsdp", *CONTEXT_AXES),
     "heads": ("tensor",),
     "mlp": ("tensor",),
 }
@@ -83,6 +86,14 @@ class ActivationLayout:
         """The place of an activation; dimensions before those named stay whole."""
         assert self.mesh is not None
         return NamedSharding(self.mesh, partition_spec(self.mesh, self.axes, dims, shape))
+
+    def gathered(self, weight: jax.Array, dims: tuple[str, ...]) -> jax.Array:
+        """A weight as a product takes it: of a spread width, every device has all."""
+        if self.mesh is None or SPREAD not in dims:
+            return weight
+        whole = tuple("model" if dim == SPREAD else dim for dim in dims)
+        place = parameter_sharding(self.mesh, whole, weight.shape)
+        return jax.lax.with_sharding_constraint(weight, place)
 
     @property
     def sequence_multiple(self) -> int:

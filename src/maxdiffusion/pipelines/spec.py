@@ -36,6 +36,10 @@ class WanSpec:
         """The same with the blocks in a loop, or written out."""
         return replace(self, transformer=replace(self.transformer, scan_layers=scan_layers))
 
+    def with_spread_weights(self, spread: bool) -> "WanSpec":
+        """The same with the blocks' weights spread over the devices of a sequence, or whole."""
+        return replace(self, transformer=replace(self.transformer, spread_weights=spread))
+
 
 def open_wan_folder(location: str | Path) -> tuple[ModelFolder, WanSpec]:
     """The folder of a WAN text-to-video model and its spec; all problems are raised at once."""

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from maxdiffusion.preflight.chips import Chip
 from maxdiffusion.preflight.hlo import Instruction, ScheduledProgram, Source
 
 
@@ -17,6 +18,7 @@ class Purpose(enum.Enum):
     TEXT_ATTENTION = "attention by XLA"
     LAYOUT = "layout copies"
     EXCHANGE = "exchange copies"
+    HEADS = "norm, RoPE and places of heads"
     OTHER = "other"
 
 
@@ -49,9 +51,14 @@ _PLACES: tuple[tuple[str, str, Purpose], ...] = (
     ("models/wan/block.py", "gated_sum", Purpose.NORMS),
     ("kernels/reference.py", "normalise", Purpose.EXCHANGE),
     ("kernels/reference.py", "", Purpose.TEXT_ATTENTION),
+    ("kernels/heads/", "rotate", Purpose.ROPE),
+    ("kernels/heads/reference.py", "rms_norm", Purpose.NORMS),
     ("kernels/", "", Purpose.EXCHANGE),
     ("attention/", "", Purpose.EXCHANGE),
 )
+
+VECTOR_OPERATIONS = 4 * 8 * 128
+"""Operations of the vector units in a cycle: four of a register of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,15 +118,16 @@ class Cycles:
         return sum(self.per_layer.values())
 
 
-def count_cycles(program: ScheduledProgram, layers: int) -> Cycles:
+def count_cycles(program: ScheduledProgram, layers: int, chip: Chip) -> Cycles:
     """The cycles of a program whose loop of `layers` trips is its stack of layers.
 
     Where no loop has so many trips, the layers are written out, and a layer is its share of all.
+    Kernels count that are no attention: those that bring heads to their places.
     """
     total: Counter[Purpose] = Counter()
     looped: Counter[Purpose] = Counter()
     for visit in visits(program):
-        cycles = visit.instruction.estimated_cycles * visit.times
+        cycles = cycles_of(visit.instruction, chip) * visit.times
         if not cycles:
             continue
         purpose = purpose_of(program, visit.instruction)
@@ -133,8 +141,19 @@ def count_cycles(program: ScheduledProgram, layers: int) -> Cycles:
     )
 
 
+def cycles_of(instruction: Instruction, chip: Chip) -> int:
+    """The compiler's estimate, or the longer of what a kernel states: its bytes, its operations."""
+    operations, moved = instruction.stated_cost
+    if not moved:
+        return instruction.estimated_cycles
+    by_memory = moved / chip.hbm_bandwidth * chip.clock_hz
+    return round(max(by_memory, operations / VECTOR_OPERATIONS))
+
+
 def purpose_of(program: ScheduledProgram, instruction: Instruction) -> Purpose:
     """What an operation is for: by its kind, then by where it was written."""
+    if instruction.stated_cost != (0, 0):
+        return Purpose.HEADS
     place = _place(program, instruction)
     if program.multiplies(instruction):
         return Purpose.TEXT_ATTENTION if place is Purpose.TEXT_ATTENTION else Purpose.PROJECTIONS

@@ -21,6 +21,9 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _VMEM = re.compile(
     r'"used_scoped_memory_configs":\[\{"memory_space":"1","offset":"\d+","size":"(\d+)"'
 )
+_COST = re.compile(
+    r'"cost_estimate":\{"flops":"(\d+)","transcendentals":"(\d+)","bytes_accessed":"(\d+)"'
+)
 _SHAPE = re.compile(r"\b(pred|bf16|[sfuc]\d+\w*)\[([\d,]*)\]")
 # XLA writes this where it does not know.
 _UNKNOWN_CYCLES = 1 << 62
@@ -54,6 +57,17 @@ class Instruction:
     def is_kernel(self) -> bool:
         """Whether this calls a Pallas kernel."""
         return self.opcode == "custom-call" and "tpu_custom_call" in self.text
+
+    @property
+    def stated_cost(self) -> tuple[int, int]:
+        """Vector operations and bytes of a kernel that says so itself and has no exponentials.
+
+        Attention kernels, which have them, are timed from their machine code instead.
+        """
+        found = _COST.search(self.text) if self.is_kernel else None
+        if found is None or int(found[2]):
+            return 0, 0
+        return int(found[1]), int(found[3])
 
     @property
     def vmem_bytes(self) -> int:

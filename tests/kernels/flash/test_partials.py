@@ -58,6 +58,44 @@ def test_two_halves_and_an_empty_part_merge_to_the_whole(softmax: Online | Fixed
         assert jnp.array_equal(parts[0].m, parts[1].m)
 
 
+JUMP = 60.0
+"""More than the headroom between blocks, in nats of the largest score."""
+
+
+@pytest.mark.parametrize("softmax", [Online(), FixedM()], ids=["online", "fixed-m"])
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["rising", "falling"])
+def test_a_call_goes_on_where_the_one_before_it_stopped(softmax, order) -> None:
+    """Three calls: keys, none (a shard of padding), and the rest, far above or below the first."""
+    case = Case(batch=2, options=FlashOptions(interpret=True, softmax=softmax))
+    q, k, v = case.arrays()
+    bounds = None
+    if isinstance(softmax, FixedM):
+        k = smooth_keys(k)
+        bounds = fixed_m_bounds(q, k, v)
+    else:
+        direction = q[0, 0, 0] / jnp.linalg.norm(q[0, 0, 0])
+        k = k.at[:, HALF:].add(direction * JUMP)
+    settings = {"blocks": case.blocks, "options": case.options, "bounds": bounds}
+    partials = jax.jit(flash_attention_partials, static_argnames=("blocks", "options"))
+    finish = jax.jit(flash_attention, static_argnames=("blocks", "options"))
+    first, last = ((slice(HALF), slice(HALF, None))[index] for index in order)
+    sums = partials(q, k[:, first], v[:, first], **settings)
+    none = jnp.zeros(2, jnp.int32)
+    sums = partials(q, k[:, last], v[:, last], kv_len=none, before=sums, **settings)
+    whole = finish(q, k[:, last], v[:, last], before=sums, **settings)
+    assert error(whole, expected(case, q, k, v)) <= tolerance(case, q, k, v)
+    ends = partials(q, k[:, last], v[:, last], before=sums, **settings)
+    assert error(ends.o / ends.l[..., None], expected(case, q, k, v)) <= tolerance(case, q, k, v)
+
+
+def test_fixed_m_goes_on_with_the_bounds_it_began_with() -> None:
+    case = Case(options=FlashOptions(interpret=True, softmax=FixedM()))
+    q, k, v = case.arrays()
+    sums = Partials(o=jnp.zeros(q.shape), m=jnp.zeros(q.shape[:3]), l=jnp.zeros(q.shape[:3]))
+    with pytest.raises(UnsupportedFlash, match="must be given for fixed-m partials"):
+        flash_attention(q, k, v, blocks=case.blocks, options=case.options, before=sums)
+
+
 def test_fixed_m_partials_ask_for_shared_bounds() -> None:
     case = Case(options=FlashOptions(interpret=True, softmax=FixedM()))
     with pytest.raises(UnsupportedFlash, match="must be given for fixed-m partials"):

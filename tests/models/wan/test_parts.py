@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 from models.wan.tiny_transformer import Expert, block_attention, golden_inputs
 
+from maxdiffusion.kernels.heads import heads_of
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
 from maxdiffusion.models.wan.block import StepContext, WanBlock
@@ -93,7 +94,7 @@ def test_inside_of_the_first_block(opened):
     moved = modulate(x, shift, scale, eps=block.eps)
 
     regroup = RopeHalves(opened.model.config.head_dim)
-    queries = block.attn1.queries(moved).reshape(x.shape)
+    queries = heads_of(block.attn1.queries(moved), regroup.head_dim).reshape(x.shape)
     np.testing.assert_allclose(
         queries, regroup.apply(opened.expert.golden["b0_norm_q"]), rtol=FLOAT32, atol=FLOAT32
     )

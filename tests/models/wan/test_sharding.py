@@ -55,3 +55,14 @@ def test_parameters_are_split_over_fsdp_and_tensor(high_noise):
     layers, inside, outside = narrowing.shape
     assert narrowing.sharding.shard_shape(narrowing.shape) == (layers, inside // 2, outside // 2)
     assert model.blocks.scale_shift_table[...].sharding.is_fully_replicated
+
+
+def test_spread_weights_are_gathered_where_they_are_used(high_noise, inputs, alone):
+    """Weights over all devices of a sequence compute the same."""
+    mesh = build_mesh(MeshShape(data=2, ring=2, ulysses=2))
+    model = high_noise.model(spread_weights=True)
+    kernel = placed(model, mesh).blocks.ffn.up.kernel[...]
+    layers, inside, outside = kernel.shape
+    assert kernel.sharding.shard_shape(kernel.shape) == (layers, inside // 4, outside)
+    together = forward(model, inputs, mesh=mesh)
+    np.testing.assert_allclose(together, alone, rtol=0, atol=NOISE)

@@ -1,5 +1,7 @@
 """What an exchange between context devices is, and the two that move no queries."""
 
+import abc
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +11,9 @@ from jaxtyping import Array, Float
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import Alone, DeviceKernel, KernelSizes
+from maxdiffusion.kernels.heads import Places
+
+Placed = Sequence[Float[Array, "K S D"]]
 
 
 class Exchange(Protocol):
@@ -24,6 +29,14 @@ class Exchange(Protocol):
     ) -> Float[Array, "B S N H"]:
         """The attention of this device's queries over all keys."""
 
+    def places(self, batch: int, heads: int) -> Places:
+        """Where the heads of a device's batch have to lie for `of_placed`."""
+
+    def of_placed(
+        self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
+    ) -> Placed:
+        """The same attention on heads that lie in their places already, and its output in them."""
+
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
         """The sizes of one kernel call."""
 
@@ -37,6 +50,33 @@ class Exchange(Protocol):
         """What else than tokens is padded, or nothing."""
 
 
+class HeadsAtHome(abc.ABC):
+    """An exchange that moves no heads: their places are where they are."""
+
+    @abc.abstractmethod
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> Float[Array, "B S N H"]:
+        """The attention of this device's queries over all keys."""
+
+    def places(self, batch: int, heads: int) -> Places:
+        """Every head where it is."""
+        return Places.at_home(batch, heads)
+
+    def of_placed(
+        self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
+    ) -> Placed:
+        """The attention of heads as columns."""
+        heads = [x.reshape(*x.shape[:2], -1, kernel.site.head_dim) for (x,) in (q, k, v)]
+        out = self(heads[0], heads[1], heads[2], keys, kernel)
+        return [out.reshape(*out.shape[:2], -1)]
+
+
 def tokens_bytes(geometry: Geometry, tokens: int) -> int:
     """Bytes of `tokens` tokens of one of q, k, v on one device's batch and heads."""
     width = geometry.problem.head_dim * geometry.problem.dtype.itemsize
@@ -44,7 +84,7 @@ def tokens_bytes(geometry: Geometry, tokens: int) -> int:
 
 
 @dataclass(frozen=True)
-class Stay:
+class Stay(HeadsAtHome):
     """Nothing moves: this device has all the keys its queries need."""
 
     def __call__(
@@ -84,7 +124,7 @@ class Stay:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gather:
+class Gather(HeadsAtHome):
     """Every device collects all keys and values of the sequence, then attends alone."""
 
     axes: tuple[str, ...]

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import jax
 from jaxtyping import Array, Bool, Float, Int
 
-from maxdiffusion.attention.exchanges.base import tokens_bytes
+from maxdiffusion.attention.exchanges.base import HeadsAtHome, tokens_bytes
 from maxdiffusion.attention.exchanges.ring import Ring, RingShards, sent
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
-from maxdiffusion.attention.merge import merge_knowing, output
+from maxdiffusion.attention.merge import output
 from maxdiffusion.attention.on_device import DeviceKernel, KernelSizes
 from maxdiffusion.kernels.reference import Partials
 
@@ -26,7 +26,7 @@ Stream = tuple[Array, Array]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BidirectionalRing:
+class BidirectionalRing(HeadsAtHome):
     """k and v go up and down a line of `degree` devices, without the link that would close it."""
 
     axes: tuple[str, ...]
@@ -45,13 +45,11 @@ class BidirectionalRing:
         local = keys.shard(here, self.degree)
         with jax.named_scope("kernel"):
             k, shared = kernel.prepare(q, k, v, local, RingShards(self.axes))
-        one_reference = kernel.one_reference(shared)
 
         def attended(total: Partials, stream: Stream, source: Int[Array, ""]) -> Partials:
             arrived = keys.shard(source, self.degree)
             with jax.named_scope("kernel"):
-                part = kernel.partials(q, *stream, arrived, shared)
-            return merge_knowing(total, part, kernel.power, one_reference)
+                return kernel.carry_on(q, *stream, arrived, shared, total)
 
         def if_there(
             there: Bool[Array, ""], total: Partials, stream: Stream, source: Int[Array, ""]
@@ -60,7 +58,7 @@ class BidirectionalRing:
 
         up, down = self.sent_up((k, v), 1), self.sent_down((k, v), 1)
         with jax.named_scope("kernel"):
-            total = kernel.partials(q, k, v, local, shared)
+            total = kernel.carry_on(q, k, v, local, shared, None)
         for hop in range(1, self.degree):
             last = hop == self.degree - 1
             next_up = up if last else self.sent_up(up, hop + 1)

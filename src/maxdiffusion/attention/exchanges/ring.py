@@ -1,15 +1,16 @@
 """Ring: keys and values travel round the devices, and partial attentions are merged."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
-from maxdiffusion.attention.exchanges.base import tokens_bytes
+from maxdiffusion.attention.exchanges.base import HeadsAtHome, tokens_bytes
 from maxdiffusion.attention.exchanges.ring_gradient import differentiable_ring
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
-from maxdiffusion.attention.merge import merge_knowing, output
 from maxdiffusion.attention.on_device import DeviceKernel, GradientKernel, KernelSizes
 from maxdiffusion.kernels.reference import Partials
 
@@ -42,7 +43,7 @@ class RingShards:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class Ring(HeadsAtHome):
     """k and v make `degree` - 1 hops; each is issued before the kernel that can hide it."""
 
     axes: tuple[str, ...]
@@ -59,7 +60,7 @@ class Ring:
         """The attention of this device's queries over all keys."""
         if isinstance(kernel, GradientKernel):
             return differentiable_ring(self, kernel, keys)(q, k, v, keys.mask)
-        return output(self.partials(q, k, v, keys, kernel), q.dtype)
+        return self._taken_in(q, k, v, keys, kernel, kernel.finish)
 
     def partials(
         self,
@@ -70,25 +71,32 @@ class Ring:
         kernel: DeviceKernel,
     ) -> Partials:
         """The partial over the keys of the whole ring."""
+        return self._taken_in(q, k, v, keys, kernel, kernel.carry_on)
+
+    def _taken_in(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+        last: Callable[..., Any],
+    ) -> Any:
+        """What `last` makes of the last shard of keys and of the partial over those before it."""
         here = keys.shard(self.source(0), self.degree)
         with jax.named_scope("kernel"):
             k, shared = kernel.prepare(q, k, v, here, RingShards(self.axes))
-        one_reference = kernel.one_reference(shared)
-        total = None
-        for hop in range(self.degree):
-            # Sent before they are used, so that the hop can run under the kernel; none after the
-            # last.
-            following = self.passed_on(k, v) if hop < self.degree - 1 else (k, v)
+        before = None
+        for hop in range(self.degree - 1):
+            # Sent before they are used, so that the hop can run under the kernel.
+            following = self.passed_on(k, v)
             arrived = keys.shard(self.source(hop), self.degree)
             with jax.named_scope("kernel"):
-                part = kernel.partials(q, k, v, arrived, shared)
-            if total is None:
-                total = part
-            else:
-                total = merge_knowing(total, part, kernel.power, one_reference)
+                before = kernel.carry_on(q, k, v, arrived, shared, before)
             k, v = following
-        assert total is not None
-        return total
+        arrived = keys.shard(self.source(self.degree - 1), self.degree)
+        with jax.named_scope("kernel"):
+            return last(q, k, v, arrived, shared, before)
 
     def source(self, hop: int) -> Int[Array, ""]:
         """The device whose keys are here after `hop` hops."""

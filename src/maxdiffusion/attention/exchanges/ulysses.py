@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxdiffusion.attention.exchanges.base import Exchange, tokens_bytes
+from maxdiffusion.attention.exchanges.base import Exchange, Placed, tokens_bytes
 from maxdiffusion.attention.fold import (
     fold_batch,
     fold_mask,
@@ -23,6 +23,7 @@ from maxdiffusion.attention.fold import (
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import DeviceKernel, KernelSizes
+from maxdiffusion.kernels.heads import Places
 from maxdiffusion.kernels.splash import pad_length
 
 
@@ -64,6 +65,35 @@ class Ulysses:
         out = jnp.concatenate(outs, axis=2)[:, :, : batch * heads]
         return unfold_batch(out, batch) if batch > 1 else out
 
+    def places(self, batch: int, heads: int) -> Places:
+        """An array for each group of heads, with a block for each device."""
+        filled = math.ceil(batch * heads / self.degree) * self.degree
+        groups = head_groups(filled, self.degree, self.chunks)
+        spots = [
+            (group, *divmod(index, (stop - start) // self.degree))
+            for group, (start, stop) in enumerate(groups)
+            for index in range(stop - start)
+        ]
+        rows = [tuple(spots[row * heads : (row + 1) * heads]) for row in range(batch)]
+        return Places(
+            arrays=tuple((self.degree, (stop - start) // self.degree) for start, stop in groups),
+            heads=tuple(rows),
+        )
+
+    def of_placed(
+        self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
+    ) -> Placed:
+        """The attention of heads that lie in a block for each device, a group at a time."""
+        width = kernel.site.head_dim
+        outs = []
+        for blocks in zip(q, k, v, strict=True):
+            with jax.named_scope("exchange"):
+                heads = [_joined(self._traded(part), width) for part in blocks]
+            out = self.inner(heads[0], heads[1], heads[2], keys, kernel)
+            with jax.named_scope("exchange"):
+                outs.append(self._traded(out.reshape(blocks[0].shape)))
+        return outs
+
     def _group(
         self,
         q: Float[Array, "1 S N H"],
@@ -90,8 +120,7 @@ class Ulysses:
         """
         _, tokens, heads, width = x.shape
         columns = x.reshape(tokens, heads * width)
-        blocks = self._traded(jnp.stack(jnp.split(columns, self.degree, axis=1)))
-        return blocks.reshape(1, self.degree * tokens, heads // self.degree, width)
+        return _joined(self._traded(jnp.stack(jnp.split(columns, self.degree, axis=1))), width)
 
     @jax.named_scope("exchange")
     def _tokens_for_heads(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
@@ -152,3 +181,9 @@ class Ulysses:
         if padded == real:
             return ""
         return f"heads: {padded} for {real} ({(padded - real) / padded:.1%} padding)"
+
+
+def _joined(blocks: Float[Array, "K S D"], width: int) -> Float[Array, "1 S N H"]:
+    """Blocks of tokens, one after the other, by heads."""
+    devices, tokens, columns = blocks.shape
+    return blocks.reshape(1, devices * tokens, columns // width, width)

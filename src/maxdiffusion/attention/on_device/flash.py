@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ class FlashKernel(DeviceKernel):
     """Our Pallas kernel with the running maximum; forward only."""
 
     title = "our flash kernel"
+    takes_short_keys = True
 
     def softmax_option(self) -> "Softmax":
         """How the kernel stabilises its softmax."""
@@ -85,11 +86,18 @@ class FlashKernel(DeviceKernel):
             )
             for heads in sorted(set(sizes.heads))
         ]
-        parts = self.site.ring > 1
         return [
-            plan_kernel(shape, blocks, self.flash_options, masked=True, partials=parts)
+            plan_kernel(shape, blocks, self.flash_options, masked=True, **kind)
             for shape in shapes
+            for kind in self._kinds()
         ]
+
+    def _kinds(self) -> Sequence[dict[str, bool]]:
+        """The calls of one attention: alone, or the first, those between and the last of a ring."""
+        if self.site.ring == 1:
+            return ({},)
+        between = [{"partials": True, "carried": True}] if self.site.ring > 2 else []
+        return ({"partials": True}, *between, {"carried": True})
 
     def details(self) -> Sequence[str]:
         """Tile sizes, exponent, scheduler and VMEM."""
@@ -120,6 +128,44 @@ class FlashKernel(DeviceKernel):
 
         part = forward_only(flash_attention_partials, q, k, v, **self._call(q, k, keys, shared))
         return Partials(o=part.o, m=part.m, l=part.l)
+
+    def carry_on(
+        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any, before: Partials | None
+    ) -> Partials:
+        """Unnormalised attention that starts from `before`: the kernel merges as it goes."""
+        from maxdiffusion.kernels.flash import flash_attention_partials
+
+        part = self._from(flash_attention_partials, before, q, k, v, keys, shared)
+        return Partials(o=part.o, m=part.m, l=part.l)
+
+    def finish(
+        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any, before: Partials | None
+    ) -> Tokens:
+        """Attention that starts from `before`: the kernel merges and normalises as it goes."""
+        from maxdiffusion.kernels.flash import flash_attention
+
+        return self._from(flash_attention, before, q, k, v, keys, shared)
+
+    def _from(
+        self,
+        function: Callable[..., Any],
+        before: Partials | None,
+        q: Tokens,
+        k: Tokens,
+        v: Tokens,
+        keys: KeyShard,
+        shared: Any,
+    ) -> Any:
+        from maxdiffusion.kernels import flash
+
+        settings = self._call(q, k, keys, shared)
+        if before is None:
+            return forward_only(function, q, k, v, **settings)
+
+        def going_on(q: Tokens, k: Tokens, v: Tokens, sums: flash.Partials) -> Any:
+            return function(q, k, v, before=sums, **settings)
+
+        return forward_only(going_on, q, k, v, flash.Partials(*before))
 
     def _call(self, q: Tokens, k: Tokens, keys: KeyShard, shared: Any) -> dict[str, Any]:
         batch = k.shape[0]

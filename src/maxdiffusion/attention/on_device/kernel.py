@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.keys import KeyShard
+from maxdiffusion.attention.merge import merge_knowing, output
 from maxdiffusion.attention.on_device.site import KernelSite, Shards
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.runtime.problems import Problem
@@ -20,7 +21,8 @@ Tokens = Float[Array, "B S N H"]
 class DeviceKernel(abc.ABC):
     """Attention on one device over [B, S, N, H] arrays, for calls of the site's sizes.
 
-    An attention is one `prepare`, then either one `attend` over all keys or several `partials`.
+    An attention is one `prepare`, then either one `attend` over all keys, or a `carry_on` for each
+    shard of keys but the last, which `finish` takes.
     """
 
     site: KernelSite
@@ -28,6 +30,7 @@ class DeviceKernel(abc.ABC):
     title = ""
     softmax = "online"
     differentiable = False
+    takes_short_keys = False  # whether a few hundred keys suit it as well as dense attention
 
     @abc.abstractmethod
     def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
@@ -36,6 +39,21 @@ class DeviceKernel(abc.ABC):
     def partials(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Partials:
         """Unnormalised attention over some of the keys."""
         raise NotImplementedError(f"{self.title} attends to all keys at once; rings need others")
+
+    def carry_on(
+        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any, before: Partials | None
+    ) -> Partials:
+        """Unnormalised attention over these keys and those of `before`."""
+        part = self.partials(q, k, v, keys, shared)
+        if before is None:
+            return part
+        return merge_knowing(before, part, self.power, self.one_reference(shared))
+
+    def finish(
+        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any, before: Partials | None
+    ) -> Tokens:
+        """Attention over these keys, the last ones, and those of `before`."""
+        return output(self.carry_on(q, k, v, keys, shared, before), q.dtype)
 
     def prepare(
         self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards

@@ -7,7 +7,7 @@ inputs   layouts, key lengths and masks              call       the pallas_call
 body     what one grid step does                     reference  the same in dense float32
 """
 
-from maxdiffusion.kernels.flash.api import Partials, flash_attention, flash_attention_partials
+from maxdiffusion.kernels.flash.api import flash_attention, flash_attention_partials
 from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
 from maxdiffusion.kernels.flash.checks import plan_kernel
 from maxdiffusion.kernels.flash.fixed_m import (
@@ -29,6 +29,7 @@ from maxdiffusion.kernels.flash.options import (
     Online,
     Scheduler,
 )
+from maxdiffusion.kernels.flash.partials import Partials
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.flash.reference import reference_attention, reference_partials
 from maxdiffusion.kernels.flash.shape import FlashShape

@@ -59,14 +59,35 @@ def _start_queries(step: Step, head: int) -> None:
 
 
 def _start_state(step: Step, head: int) -> None:
-    state = step.refs.state
-    state.o[head] = jnp.zeros(state.o.shape[1:], jnp.float32)
-    state.l[head] = jnp.zeros(state.l.shape[1:], jnp.float32)
-    reference = _sample(step, head)
+    """Begins with nothing, or with the sums over the keys of earlier calls."""
+    state, reference = step.refs.state, _sample(step, head)
+    if step.plan.carried:
+        used = _carry_on(step, head)
+        reference = jnp.maximum(reference, used)
+    else:
+        state.o[head] = jnp.zeros(state.o.shape[1:], jnp.float32)
+        state.l[head] = jnp.zeros(state.l.shape[1:], jnp.float32)
+        used = reference
     if step.plan.fixed_m:
-        reference = jnp.where(step.is_fixed(head), _pinned(step, head), reference)
-    state.used[head] = reference
+        fixed, pinned = step.is_fixed(head), _pinned(step, head)
+        used, reference = (jnp.where(fixed, pinned, x) for x in (used, reference))
+    state.used[head] = used
     state.top[head] = reference
+
+
+def _carry_on(step: Step, head: int) -> Array:
+    """Takes over o and l of earlier keys; returns the reference that they are relative to."""
+    plan, state, before = step.plan, step.refs.state, step.refs.before
+    o, m, l = step.of_head(before.o, head)[...].T, before.m[head], before.l[head]  # noqa: E741
+    if plan.shape.q_len % plan.blocks.block_q:
+        # Past the array lie arbitrary bits, which must not reach the maximum over all queries.
+        place = lax.broadcasted_iota(jnp.int32, m.shape, 1)
+        there = step.q_block * plan.blocks.block_q + place < plan.shape.q_len
+        o, m, l = (jnp.where(there, x, 0.0) for x in (o, m, l))  # noqa: E741
+    row = lax.broadcasted_iota(jnp.int32, state.l.shape[1:], 0)
+    state.o[head] = o
+    state.l[head] = jnp.where(row == 0, l, 0.0)
+    return m
 
 
 def _sample(step: Step, head: int) -> Array:

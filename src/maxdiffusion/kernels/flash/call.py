@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from maxdiffusion.kernels.flash.body import attend
 from maxdiffusion.kernels.flash.options import Scheduler
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.flash.step import SUBLANES, Refs, State
+from maxdiffusion.kernels.flash.step import SUBLANES, Refs, State, Sums
 from maxdiffusion.kernels.flash.vmem import vmem_limit
 
 
@@ -27,6 +27,7 @@ class KernelInputs(NamedTuple):
     k: Array
     v: Array
     mask: Array | None
+    before: tuple[Array, Array, Array] | None = None
 
     @property
     def scalars(self) -> list[Array]:
@@ -36,7 +37,7 @@ class KernelInputs(NamedTuple):
     @property
     def blocks(self) -> list[Array]:
         """Returns what is fetched block by block."""
-        return [x for x in self[4:] if x is not None]
+        return [*(x for x in self[4:8] if x is not None), *(self.before or ())]
 
 
 def run(plan: KernelPlan, inputs: KernelInputs) -> list[Array]:
@@ -56,6 +57,7 @@ def run(plan: KernelPlan, inputs: KernelInputs) -> list[Array]:
         cost_estimate=_cost(plan),
         interpret=plan.options.interpret,
         name=_name(plan),
+        input_output_aliases=_aliases(plan, inputs),
     )(*inputs.scalars, *inputs.blocks)
 
 
@@ -73,6 +75,7 @@ def _kernel(plan: KernelPlan, *refs: Any) -> None:
             k=next(left),
             v=next(left),
             mask=next(left) if plan.masked else None,
+            before=Sums(o=next(left), m=next(left), l=next(left)) if plan.carried else None,
             out=next(left),
             out_m=next(left) if plan.partials else None,
             out_l=next(left) if plan.partials else None,
@@ -130,15 +133,25 @@ def _in_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
             return b, 0, _kv_index(plan, b, n, j, limits)[1]
 
         specs.append(pl.BlockSpec((None, 1, plan.blocks.block_kv), mask_index))
-    return specs
+    return specs + (_sums_specs(plan) if plan.carried else [])
 
 
 def _out_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
-    specs = [_q_spec(plan)]
-    if plan.partials:
-        block = (None, plan.blocks.heads_per_tile, 1, plan.blocks.block_q)
-        specs += [pl.BlockSpec(block, lambda b, n, i, j, *_: (b, n, 0, i))] * 2
-    return specs
+    return _sums_specs(plan) if plan.partials else [_q_spec(plan)]
+
+
+def _sums_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
+    block = (None, plan.blocks.heads_per_tile, 1, plan.blocks.block_q)
+    per_query = pl.BlockSpec(block, lambda b, n, i, j, *_: (b, n, 0, i))
+    return [_q_spec(plan), per_query, per_query]
+
+
+def _aliases(plan: KernelPlan, inputs: KernelInputs) -> dict[int, int]:
+    """Partials that go in and come out share their memory: a block is read before it is written."""
+    if not (plan.carried and plan.partials):
+        return {}
+    first = len(inputs.scalars) + len(inputs.blocks) - 3
+    return {first + index: index for index in range(3)}
 
 
 def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeStruct]:
@@ -182,4 +195,5 @@ def _cost(plan: KernelPlan) -> pl.CostEstimate:
 def _name(plan: KernelPlan) -> str:
     kind = "fixed_m" if plan.fixed_m else "online"
     blocks = f"{plan.blocks.block_q}_{plan.blocks.block_kv}"
-    return f"flash_{kind}_{blocks}{'_partials' if plan.partials else ''}"
+    ends = ("_partials" if plan.partials else "") + ("_carried" if plan.carried else "")
+    return f"flash_{kind}_{blocks}{ends}"

@@ -17,10 +17,12 @@ def plan_kernel(
     masked: bool = False,
     lengths: bool = False,
     partials: bool = False,
+    carried: bool = False,
 ) -> KernelPlan:
     """Returns the plan of a call, or raises `UnsupportedFlash` with every reason against it.
 
-    `masked` and `lengths` say whether the call has a key mask and key lengths.
+    `masked` and `lengths` say whether the call has a key mask and key lengths, `partials` whether
+    it returns unnormalised sums, `carried` whether it starts from those of an earlier call.
     """
     problems = list(shape_problems(shape, blocks)) + _option_problems(shape, options)
     if problems:
@@ -32,6 +34,7 @@ def plan_kernel(
         masked=masked,
         lengths=lengths,
         partials=partials,
+        carried=carried,
     )
     if too_much := vmem_problems(plan):
         raise UnsupportedFlash(too_much)

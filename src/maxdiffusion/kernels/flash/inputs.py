@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float, Int
 
 from maxdiffusion.kernels.flash.call import KernelInputs
 from maxdiffusion.kernels.flash.fixed_m import FixedMBounds
+from maxdiffusion.kernels.flash.partials import Partials
 from maxdiffusion.kernels.flash.plan import KernelPlan
 
 
@@ -25,6 +26,7 @@ def kernel_inputs(
     kv_len: Int[Array, "B"] | None,
     kv_mask: Bool[Array, "B T"] | None,
     bounds: FixedMBounds | None,
+    before: Partials | None = None,
 ) -> KernelInputs:
     """Returns the arrays of one kernel call in the plan's layout."""
     batch, keys = plan.shape.batch, plan.shape.kv_len
@@ -42,7 +44,11 @@ def kernel_inputs(
     q, k, v = (to_kernel(plan, x) for x in qkv)
     key_norm = None if bounds is None else bounds.key_norm.astype(jnp.float32)
     fixed = None if bounds is None else bounds.fixed.astype(jnp.int32)
-    return KernelInputs(limits, full, key_norm, fixed, q, k, v, mask)
+    sums = None
+    if before is not None:
+        m, l = (x.transpose(0, 2, 1)[:, :, None] for x in (before.m, before.l))  # noqa: E741
+        sums = (to_kernel(plan, before.o), m, l)
+    return KernelInputs(limits, full, key_norm, fixed, q, k, v, mask, sums)
 
 
 def _mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, "B"]:

@@ -19,6 +19,7 @@ class KernelPlan:
     masked: bool
     lengths: bool
     partials: bool
+    carried: bool = False
 
     @property
     def folded(self) -> bool:

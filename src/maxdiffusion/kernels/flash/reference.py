@@ -4,9 +4,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jaxtyping import Bool, Float, Int
 
-from maxdiffusion.kernels.flash.api import Partials
 from maxdiffusion.kernels.flash.inputs import attended_keys
 from maxdiffusion.kernels.flash.options import Exponent
+from maxdiffusion.kernels.flash.partials import Partials
 from maxdiffusion.kernels.flash.step import NO_SCORE
 
 

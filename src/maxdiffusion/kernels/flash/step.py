@@ -33,6 +33,15 @@ class State:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sums:
+    """Partials of one block of queries, as they lie in HBM."""
+
+    o: Any  # [rows, heads * H], or by head
+    m: Any  # [heads, 1, rows]
+    l: Any  # noqa: E741  # [heads, 1, rows]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Refs:
     """The references of one grid step: prefetched scalars, blocks in VMEM, scratch."""
 
@@ -44,6 +53,7 @@ class Refs:
     k: Any
     v: Any
     mask: Any  # [1, block_kv] int32; None without a mask
+    before: Sums | None  # of the keys of earlier calls
     out: Any
     out_m: Any  # None unless partials are returned
     out_l: Any

@@ -23,12 +23,11 @@ def block_bytes(plan: KernelPlan) -> int:
     heads, kv_heads = plan.blocks.heads_per_tile, plan.kv_heads_per_tile
     width = round_up(plan.shape.head_dim, LANES) * plan.shape.itemsize
     queries, keys = plan.blocks.block_q * heads * width, plan.blocks.block_kv * kv_heads * width
-    out = queries
-    if plan.partials:
-        per_query = round_up(plan.shape.head_dim, LANES) + 2
-        out = plan.blocks.block_q * heads * per_query * 4
+    sums = plan.blocks.block_q * heads * (round_up(plan.shape.head_dim, LANES) + 2) * 4
+    out = sums if plan.partials else queries
+    carried = sums if plan.carried else 0
     mask = plan.blocks.block_kv * 4 if plan.masked else 0
-    return 2 * (queries + 2 * keys + out + mask)
+    return 2 * (queries + 2 * keys + out + carried + mask)
 
 
 def scratch_bytes(plan: KernelPlan) -> int:

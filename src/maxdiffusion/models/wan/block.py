@@ -1,6 +1,6 @@
 """One block of the transformer: self-attention, attention to the text, feed-forward."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
+from maxdiffusion.kernels.heads import Columns, heads_of
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.config import WanTransformerConfig
 from maxdiffusion.models.wan.embeddings import MODULATIONS
@@ -20,7 +21,9 @@ from maxdiffusion.models.wan.layers import (
     modulate,
     modulation_table,
 )
-from maxdiffusion.models.wan.rope import rotate
+
+COLUMNS = ("batch", "sequence", "heads")
+"""Heads side by side, as projections write and read them."""
 
 
 @jax.tree_util.register_dataclass
@@ -46,37 +49,34 @@ class Projections(nnx.Module):
     """The four linear maps and two norms that every attention of WAN has."""
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
-        square = (config.model_dim, config.model_dim)
+        square, width = (config.model_dim, config.model_dim), config.width_word
         self.head_dim = config.head_dim
-        self.to_q = Linear(square, ("model", "heads"), numerics, rngs=rngs)
-        self.to_k = Linear(square, ("model", "heads"), numerics, rngs=rngs)
-        self.to_v = Linear(square, ("model", "heads"), numerics, rngs=rngs)
-        self.to_out = Linear(square, ("heads", "model"), numerics, rngs=rngs)
+        self.to_q = Linear(square, (width, "heads"), numerics, rngs=rngs)
+        self.to_k = Linear(square, (width, "heads"), numerics, rngs=rngs)
+        self.to_v = Linear(square, (width, "heads"), numerics, rngs=rngs)
+        self.to_out = Linear(square, ("heads", width), numerics, rngs=rngs)
         self.norm_q = RmsNorm(config.model_dim, numerics, eps=config.eps)
         self.norm_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
     @jax.named_scope("qkv")
-    def queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N H"]:
-        """Normalised queries of x, by heads."""
-        return self._by_heads(self.norm_q(self.to_q(x)))
+    def queries(self, x: Float[Array, "B S D"]) -> Columns:
+        """Queries of x, whose norm is still to be done."""
+        return self.norm_q.columns(self.to_q(x))
 
     @jax.named_scope("qkv")
-    def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Normalised keys of x, by heads."""
-        return self._by_heads(self.norm_k(self.to_k(x)))
+    def keys(self, x: Float[Array, "B T D"]) -> Columns:
+        """Keys of x, whose norm is still to be done."""
+        return self.norm_k.columns(self.to_k(x))
 
     @jax.named_scope("qkv")
-    def values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
-        """Values of x, by heads."""
-        return self._by_heads(self.to_v(x))
+    def values(self, x: Float[Array, "B T D"]) -> Columns:
+        """Values of x."""
+        return Columns(values=self.to_v(x))
 
     @jax.named_scope("out")
-    def output(self, heads_BSNH: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
+    def output(self, columns_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
         """What the heads found, mixed into one vector per token."""
-        return self.to_out(heads_BSNH.reshape(*heads_BSNH.shape[:2], -1))
-
-    def _by_heads(self, x: Float[Array, "B S D"]) -> Float[Array, "B S N H"]:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+        return self.to_out(columns_BSD)
 
 
 class SelfAttention(Projections):
@@ -90,16 +90,16 @@ class SelfAttention(Projections):
         attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        queries, keys, values = self.rotated(x, step, layout)
-        return self.output(pin_heads(attention(queries, keys, values), layout))
+        seen = attention.of_columns(*self.columns(x, step, layout))
+        return self.output(layout.constrain(seen, *COLUMNS))
 
-    def rotated(
+    def columns(
         self, x: Float[Array, "B S D"], step: StepContext, layout: ActivationLayout
-    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N H"], Float[Array, "B S N H"]]:
-        """Queries and keys, turned by their positions, and values."""
-        queries = pin_heads(rotate(self.queries(x), step.cosines, step.sines), layout)
-        keys = pin_heads(rotate(self.keys(x), step.cosines, step.sines), layout)
-        return queries, keys, pin_heads(self.values(x), layout)
+    ) -> tuple[Columns, Columns, Columns]:
+        """Queries and keys, to be turned by their positions, and values."""
+        turn = {"cosines": step.cosines, "sines": step.sines}
+        queries, keys = (replace(part, **turn) for part in (self.queries(x), self.keys(x)))
+        return pinned(queries, layout), pinned(keys, layout), pinned(self.values(x), layout)
 
 
 class CrossAttention(Projections):
@@ -113,17 +113,21 @@ class CrossAttention(Projections):
         attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        queries = pin_heads(self.queries(x), layout)
-        return self.output(pin_heads(attention(queries, text.keys, text.values), layout))
+        keys, values = (
+            Columns(values=part.reshape(*part.shape[:2], -1)) for part in (text.keys, text.values)
+        )
+        read = attention.of_columns(pinned(self.queries(x), layout), keys, values)
+        return self.output(layout.constrain(read, *COLUMNS))
 
     def keys_values(
         self, context_BTD: Float[Array, "B T D"], layout: ActivationLayout
     ) -> TextKeysValues:
         """Keys and values of one layer for an embedded text; every device needs all of its rows."""
         dims = ("batch", "text", "heads", "head")
+        keys, values = self.keys(context_BTD), self.values(context_BTD)
         return TextKeysValues(
-            keys=layout.constrain(self.keys(context_BTD), *dims),
-            values=layout.constrain(self.values(context_BTD), *dims),
+            keys=layout.constrain(heads_of(keys, self.head_dim), *dims),
+            values=layout.constrain(heads_of(values, self.head_dim), *dims),
         )
 
 
@@ -131,9 +135,9 @@ class FeedForward(nnx.Module):
     """Widens every token, bends it and narrows it again."""
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
-        narrow, wide = config.model_dim, config.ffn_dim
-        self.up = Linear((narrow, wide), ("model", "mlp"), numerics, rngs=rngs)
-        self.down = Linear((wide, narrow), ("mlp", "model"), numerics, rngs=rngs)
+        narrow, wide, width = config.model_dim, config.ffn_dim, config.width_word
+        self.up = Linear((narrow, wide), (width, "mlp"), numerics, rngs=rngs)
+        self.down = Linear((wide, narrow), ("mlp", width), numerics, rngs=rngs)
 
     @jax.named_scope("mlp")
     def __call__(
@@ -192,7 +196,10 @@ class WanBlock(nnx.Module):
         """How many (batch, head) pairs of self-attention pass the gate of fixed-m softmax."""
         shift, scale, *_ = self.modulations(step)
         moved = modulate(x, shift, scale, eps=self.eps)
-        return attention.self_attention.fast_heads(*self.attn1.rotated(moved, step, layout))
+        width = attention.self_attention.problem.head_dim
+        columns = self.attn1.columns(moved, step, layout)
+        queries, keys, values = (heads_of(part, width) for part in columns)
+        return attention.self_attention.fast_heads(queries, keys, values)
 
 
 @jax.named_scope("gate")
@@ -209,6 +216,6 @@ def pin_tokens(x: Float[Array, "B S D"], layout: ActivationLayout) -> Float[Arra
     return layout.constrain(x, "batch", "sequence", "model")
 
 
-def pin_heads(x: Float[Array, "B S N H"], layout: ActivationLayout) -> Float[Array, "B S N H"]:
-    """Tokens by heads, placed on the mesh."""
-    return layout.constrain(x, "batch", "sequence", "heads", "head")
+def pinned(columns: Columns, layout: ActivationLayout) -> Columns:
+    """Columns, placed on the mesh."""
+    return replace(columns, values=layout.constrain(columns.values, *COLUMNS))

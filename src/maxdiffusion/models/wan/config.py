@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from maxdiffusion.mesh.layout import SPREAD
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 # diffusers' key -> ours, for the keys that carry a size.
@@ -46,6 +47,7 @@ class WanTransformerConfig:
     eps: float = 1e-6
     rope_max_seq_len: int = 1024
     scan_layers: bool = True  # one compiled block in a loop, or every block written out
+    spread_weights: bool = False  # the blocks' weights over all devices that share a sequence
 
     def __post_init__(self) -> None:
         problems = [*self._wrong_sizes(), *self._wrong_parities()]
@@ -74,6 +76,11 @@ class WanTransformerConfig:
         """The width of a token: all heads side by side."""
         return self.heads * self.head_dim
 
+    @property
+    def width_word(self) -> str:
+        """What the model width is called in the weights of blocks, for the mesh to place them."""
+        return SPREAD if self.spread_weights else "model"
+
     def grid(self, latent_FYX: tuple[int, int, int]) -> tuple[int, int, int]:
         """How many patches fit along frames, rows and columns of a latent video."""
         rest = [size % patch for size, patch in zip(latent_FYX, self.patch, strict=True)]
@@ -101,7 +108,7 @@ class WanTransformerConfig:
         whole = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("patch", "eps", "scan_layers")
+            if name not in ("patch", "eps", "scan_layers", "spread_weights")
         }
         whole |= {f"patch[{index}]": size for index, size in enumerate(self.patch)}
         return [

@@ -1,6 +1,5 @@
-"""Rotary positions of video tokens: tables of angles made on the host, and the rotation."""
+"""Rotary positions of video tokens: tables of cosines and sines, made on the host."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -39,16 +38,3 @@ def rotation_tables(
 def _by_token(tables: list[Float[Array, "F Y X K"]]) -> Float[Array, "S K"]:
     table_FYXK = jnp.concatenate(tables, axis=-1)
     return table_FYXK.reshape(-1, table_FYXK.shape[-1])
-
-
-@jax.named_scope("rope")
-def rotate(
-    heads_BSNH: Float[Array, "B S N H"],
-    cosines_SK: Float[Array, "S K"],
-    sines_SK: Float[Array, "S K"],
-) -> Float[Array, "B S N H"]:
-    """`heads_BSNH` turned by position in float32; feature i is paired with feature i + H/2."""
-    cosines, sines = cosines_SK[:, None, :], sines_SK[:, None, :]
-    first, second = jnp.split(heads_BSNH.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cosines - second * sines, first * sines + second * cosines]
-    return jnp.concatenate(turned, axis=-1).astype(heads_BSNH.dtype)

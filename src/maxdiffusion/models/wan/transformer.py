@@ -67,7 +67,7 @@ class WanTransformer(nnx.Module):
         graph, layers = nnx.split(self.blocks.attn2)
 
         def one_layer(carry: None, layer: nnx.State) -> tuple[None, TextKeysValues]:
-            return carry, nnx.merge(graph, layer).keys_values(context_BTD, layout)
+            return carry, nnx.merge(graph, gathered(layer, layout)).keys_values(context_BTD, layout)
 
         with jax.named_scope("text_keys_values"):
             return jax.lax.scan(one_layer, None, layers, unroll=self._unroll)[1]
@@ -173,7 +173,7 @@ class WanTransformer(nnx.Module):
             x: Float[Array, "B S D"], inputs: tuple[nnx.State, TextKeysValues]
         ) -> tuple[Float[Array, "B S D"], Any]:
             layer, layer_text = inputs
-            block = nnx.merge(graph, layer)
+            block = nnx.merge(graph, gathered(layer, layout))
             seen = None if watch is None else watch(block, x)
             return block(x, step, layer_text, attention=attention, layout=layout), seen
 
@@ -202,3 +202,15 @@ def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.
         return WanBlock(config, numerics, rngs=layer_rngs)
 
     return build(rngs)
+
+
+def gathered(layer: nnx.State, layout: ActivationLayout) -> nnx.State:
+    """One layer's weights as its products take them.
+
+    What a product late in the layer needs is gathered while attention runs: nothing waits for it.
+    """
+    flat = [
+        (path, one.replace(layout.gathered(one[...], one.dims)))
+        for path, one in nnx.to_flat_state(layer)
+    ]
+    return nnx.from_flat_state(flat)
