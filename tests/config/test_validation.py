@@ -206,7 +206,6 @@ REFUSED = {
     "compile_topology_num_slices": "2",
     "enable_ml_diagnostics": "true",
     "enable_ssim": "true",
-    "weight_placement": "shard",
 }
 
 

@@ -15,6 +15,7 @@ from maxdiffusion.commands.kept_programs import fill_programs
 from maxdiffusion.commands.pipeline_settings import program_shape, sampler
 from maxdiffusion.commands.preparation import ModelChecks
 from maxdiffusion.commands.tile_search import tile_notes
+from maxdiffusion.commands.weight_placement import settle_weights
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.validation import check_job
@@ -110,6 +111,7 @@ def plan_job(reading: Reading, devices: Sequence[jax.Device]) -> PlannedJob:
     """The checked job of a config on these devices."""
     spec = find_spec(reading.config.pretrained_model_name_or_path)
     config, notes = settle_attention(reading.config, spec, devices)
+    config, why = settle_weights(config, spec, devices)
     count = len(devices)
     checks = ModelChecks(spec=spec, device_count=count, slice_count=1, devices=tuple(devices))
     job = check_job(
@@ -123,7 +125,7 @@ def plan_job(reading: Reading, devices: Sequence[jax.Device]) -> PlannedJob:
         config=config,
         workshop=checks.workshop(config),
         shape=program_shape(config, spec, min(job.batch_size, job.videos)),
-        notes=notes,
+        notes=(*notes, *why),
     )
 
 

@@ -15,6 +15,7 @@ from maxdiffusion.commands.pipeline_settings import (
     video_shape,
 )
 from maxdiffusion.commands.tile_search import search_before_run, tile_notes
+from maxdiffusion.commands.weight_placement import SPREAD, settle_weights
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.features import model_refusal
 from maxdiffusion.config.job import Job
@@ -67,6 +68,7 @@ def prepare(reading: Reading) -> Preparation:
         check(earlier=[*earlier, *error.problems])
         raise
     config, notes = settle_attention(config, spec, devices)
+    config, why = settle_weights(config, spec, devices)
     checks = ModelChecks(spec=spec, device_count=device_count, slice_count=slice_count)
     job = check_job(
         config,
@@ -87,7 +89,7 @@ def prepare(reading: Reading) -> Preparation:
         folder=folder,
         workshop=workshop,
         shape=shape,
-        notes=(*notes, *tile_notes(workshop, shape)),
+        notes=(*notes, *why, *tile_notes(workshop, shape)),
     )
 
 
@@ -118,7 +120,9 @@ class ModelChecks:
         heads = self.spec.transformer.heads
         split = resolve_mesh(config, self.device_count, self.slice_count, heads)
         return Workshop(
-            spec=self.spec.with_scan(config.scan_layers),
+            spec=self.spec.with_scan(config.scan_layers).with_spread_weights(
+                config.weight_placement == SPREAD
+            ),
             settings=pipeline_settings(config),
             mesh=build_mesh(split.ici, dcn=split.dcn, devices=self.devices),
         )

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from maxdiffusion.config.kinds import Boolean, Integer, ListOf, Nullable, Structure, Text
+from maxdiffusion.config.kinds import Boolean, Choice, Integer, ListOf, Nullable, Structure, Text
 from maxdiffusion.config.schema import Key, unused, used
 
 SIZE = Integer(minimum=1, special=(-1,))
@@ -32,6 +32,12 @@ def sizes(place: str) -> Iterator[Key]:
 KEYS = (
     *sizes("ici"),
     *sizes("dcn"),
+    used(
+        "weight_placement",
+        Choice(("auto", "replicate", "shard")),
+        "auto",
+        "Blocks' weights whole on each device, or spread over context; auto = whole if they fit.",
+    ),
     unused(
         "allow_split_physical_axes",
         Boolean(),

@@ -1,6 +1,6 @@
 """Keys about config files, the start of the program and its caches."""
 
-from maxdiffusion.config.kinds import Boolean, Choice, Integer, Nullable, Text
+from maxdiffusion.config.kinds import Boolean, Integer, Nullable, Text
 from maxdiffusion.config.schema import refused, unused, used
 
 FILES = (
@@ -123,11 +123,4 @@ KEYS = (
     ),
     unused("profiler_gcs_path", Text(), "", "Where ML diagnostics keeps profiles."),
     unused("enable_ondemand_xprof", Boolean(), False, "Let ML diagnostics ask for profiles."),
-    refused(
-        "weight_placement",
-        Choice(("auto", "replicate", "shard")),
-        "auto",
-        "How weights lie on devices; auto = as the fsdp and tensor sizes say.",
-        way_out="Leave it at 'auto' and set ici_fsdp_parallelism or ici_tensor_parallelism",
-    ),
 )
