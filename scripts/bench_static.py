@@ -1,0 +1,110 @@
+#!/usr/bin/env python
+"""Makes one table of the reports that scripts/bench_static.sh has preflight write.
+
+    python scripts/bench_static.py FOLDER
+
+FOLDER has online.json and fixed_m.json (guidance on, data 2 x context 4), cp8.json (guidance off,
+context 8) and scan.json (contexts 4, 8, 16). The last line is the table as one JSON object.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+CLOCK = 1153.5e12 / 524_288
+LAYERS, TOKENS, HEADS = 40, 75_600, 40
+# Cycles of a score on two MXUs of 256 x 256, for heads of 128: half of Q.K^T's depth is empty.
+CYCLES_PER_SCORE = 1.5 / 1024
+
+
+class Row(NamedTuple):
+    """A figure, how it is written, what it must reach and what it should."""
+
+    name: str
+    value: float | None
+    form: str
+    must: str
+    aim: str
+
+
+def main() -> int:
+    """Prints the table; returns 0."""
+    folder = Path(sys.argv[1])
+    reports = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    rows = [*rows_of(reports)]
+    width = max(len(row.name) for row in rows)
+    print(f"{'figure':{width}}  {'value':>12}  {'must reach':>12}  {'aim':>12}")
+    for row in rows:
+        value = "missing" if row.value is None else format(row.value, row.form)
+        print(f"{row.name:{width}}  {value:>12}  {row.must:>12}  {row.aim:>12}")
+    print(json.dumps({row.name: row.value for row in rows}))
+    return 0
+
+
+def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
+    """The rows that the reports allow; a report that is not there leaves its rows empty."""
+    online, fixed_m, cp8 = (reports.get(name) for name in ("online", "fixed_m", "cp8"))
+    yield Row("online main loop, of the MXU bound", main_loop(online), ".1%", "95 %", "99 %")
+    yield Row("fixed-m main loop, of the MXU bound", main_loop(fixed_m), ".1%", "99 %", "100 %")
+    yield Row("online whole call, of the bound", whole_call(online, 2, 8), ".1%", "91 %", "96 %")
+    yield Row("fixed-m whole call, of the bound", whole_call(fixed_m, 2, 8), ".1%", "95 %", "98 %")
+    yield Row("cycles outside kernels, CP8, CFG off", outside(cp8), ",.0f", "19 M", "17.5 M")
+    yield Row("cycles outside kernels, dp2-cp4, CFG on", outside(online), ",.0f", "38 M", "35 M")
+    yield Row("exchanges of a layer waited for", waited(online), ".0f", "1", "1")
+    yield Row("seconds per step, dp2-cp4, online", seconds(online), ".3f", "2.3", "2.15")
+    yield Row("seconds per step, dp2-cp4, fixed-m", seconds(fixed_m), ".3f", "2.3", "2.15")
+    yield Row("seconds per step, CP8, CFG off", seconds(cp8), ".3f", "", "")
+    for before, after in ((4, 8), (8, 16)):
+        name = f"scaling efficiency CP{before} -> CP{after}"
+        yield Row(name, scaling(reports.get("scan"), before, after), ".1%", "93 %", "97 %")
+
+
+def self_attention(report: Any) -> Any:
+    """The figures of the kernel of self-attention."""
+    return next(one for one in report["kernels"] if one["purpose"] == "self-attention")
+
+
+def main_loop(report: Any) -> float | None:
+    """The share of the MXUs' speed that the main loop reaches; more than all of it is all of it."""
+    return None if report is None else min(1.0, self_attention(report)["mxu_share"])
+
+
+def whole_call(report: Any, batch: int, devices: int) -> float | None:
+    """What the MXUs need for the unpadded scores, over all cycles of the attention kernels."""
+    if report is None:
+        return None
+    name = self_attention(report)["name"]
+    cycles = report["seconds"][f"kernel: {name}"] * CLOCK / LAYERS
+    return batch * HEADS * TOKENS**2 * CYCLES_PER_SCORE / devices / cycles
+
+
+def outside(report: Any) -> float | None:
+    """Estimated cycles of a layer outside attention kernels."""
+    return None if report is None else report["cycles_per_layer_outside_kernels"]
+
+
+def waited(report: Any) -> float | None:
+    """Exchanges of a layer that nothing runs beside."""
+    if report is None:
+        return None
+    inside = [one for one in report["collectives"] if one["times"] % LAYERS == 0]
+    return sum(not (one["cycles_between"] or one["kernels_between"]) for one in inside)
+
+
+def seconds(report: Any) -> float | None:
+    """The predicted step."""
+    return None if report is None else report["predicted_seconds_per_step"]
+
+
+def scaling(scan: Any, before: int, after: int) -> float | None:
+    """Device-seconds of the smaller context over those of the larger."""
+    times = {row["context"]: row["seconds_per_step"] for row in scan or ()}
+    if not {before, after} <= set(times):
+        return None
+    return times[before] * before / (times[after] * after)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Prints the figures of docs/performance.md for the current tree, counted from programs that libtpu
+# compiles for tpu7x without one; the last line is the same as one JSON object.
+# Usage: scripts/bench_static.sh [FOLDER]      (FOLDER keeps the reports; those there are not made anew)
+# Takes about half an hour on two idle cores. BENCH_PYTHON names another Python than .venv's.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+if [ -z "${BENCH_PYTHON:-}" ]; then
+  . scripts/environment.sh "[tpu]"
+  BENCH_PYTHON=.venv/bin/python
+fi
+folder=${1:-$(mktemp -d)}
+mkdir -p "$folder"
+
+guided=(ici_data_parallelism=2 ici_context_parallelism=4 ulysses_shards=2)
+unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0)
+
+report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
+  local name=$1
+  shift
+  [ -s "$folder/$name.json" ] && return
+  echo "$name: $*" >&2
+  "$BENCH_PYTHON" -m maxdiffusion.preflight_wan configs/base_wan_27b.yml topology=tpu7x:2x2x1 \
+    report="$folder/$name.json" "$@" >"$folder/$name.txt"
+}
+
+report online attention=ulysses_ring_custom "${guided[@]}"
+report fixed_m attention=ulysses_ring_custom_fixed_m "${guided[@]}"
+report cp8 attention=ulysses_custom "${unguided[@]}"
+report scan scan_cp=4,8,16 attention=ulysses_ring_custom ici_data_parallelism=2
+"$BENCH_PYTHON" scripts/bench_static.py "$folder"
