@@ -140,6 +140,10 @@ class PromptEncoder:
         self._weights = weights
         self._remembered: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
 
+    def with_weights(self, weights: nnx.State) -> "PromptEncoder":
+        """The same with other weights; compiled programs are shared."""
+        return PromptEncoder(tokenizer=self._tokenizer, programs=self._programs, weights=weights)
+
     def compile(
         self, prompts: Sequence[str], max_sequence_length: int = MAX_SEQUENCE_LENGTH
     ) -> None:

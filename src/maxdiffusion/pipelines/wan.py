@@ -3,6 +3,7 @@
 prompts --condition--> experts --denoise--> latents --decode--> frames
 """
 
+import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,13 @@ class WanPipeline:
         tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
         loaded = load_wan_parameters(opened, workshop, progress=progress)
         return cls(workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer)
+
+    def with_parameters(self, parameters: WanParameters) -> "WanPipeline":
+        """The same with other weights of the same kind; compiled programs are shared."""
+        other = copy.copy(self)
+        other.parameters = parameters
+        other._prompts = self._prompts.with_weights(parameters.text_encoder)
+        return other
 
     def __call__(
         self,
