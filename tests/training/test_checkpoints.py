@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from training import toy_run
+from training.full_disk import limit_files
 
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.training.checkpoints import Checkpoints, fingerprints
@@ -27,11 +28,11 @@ def whole(tmp_path_factory):
     return toy_run.summary(state)
 
 
-def process(folder, seconds=0.0):
+def process(folder, seconds=0.0, **options):
     command = [sys.executable, toy_run.__file__, str(folder), str(STEPS), str(seconds)]
     # The same compiler settings as in this process, so that bits can be compared.
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
 
 
 def end_process_at(folder, step, how):
@@ -82,18 +83,37 @@ def cut(file):
 
 
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
-def test_a_damaged_newest_gives_way_to_the_one_before(whole, tmp_path, damage):
+def test_a_damaged_newest_gives_way_to_the_one_before(whole, tmp_path, damage, capfd):
     toy_run.run(tmp_path, 9)
     assert Checkpoints(tmp_path).steps == (4, 8, 9)
     damage(largest_file(tmp_path / "9" / "state"))
-    # In a process of its own: orbax leaves reads of damaged files behind that fail at any later
-    # moment, in threads of their own.
-    with process(tmp_path) as again:
-        last = json.loads(again.stdout.read().splitlines()[-1])
-    assert "checkpoint of step 9 is damaged" in last["said"][0]
-    assert "continuing from step 8" in last["said"][0]
+    state, said = toy_run.run(tmp_path, STEPS)
+    assert "checkpoint of step 9 is damaged" in said[0]
+    assert "continuing from step 8" in said[0]
     assert (tmp_path / "damaged-9").is_dir()
-    assert last["end"] == whole
+    assert toy_run.summary(state) == whole
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_a_checkpoint_without_a_list_of_its_files_is_read(whole, tmp_path):
+    toy_run.run(tmp_path, 9)
+    (tmp_path / "9" / "files.json").unlink()
+    state, said = toy_run.run(tmp_path, STEPS)
+    assert not said
+    assert toy_run.summary(state) == whole
+
+
+def test_a_full_disk_keeps_the_last_whole_checkpoint(whole, tmp_path):
+    toy_run.run(tmp_path, 4)
+    # In a process of its own: orbax leaves writes behind that fail in threads of their own.
+    with process(tmp_path, preexec_fn=lambda: limit_files(10_000)) as full:
+        said = full.stdout.read()
+    assert full.returncode == 7
+    assert "the last whole one is of step 4" in said
+    assert "Make room there" in said
+    assert [folder.name for folder in tmp_path.iterdir()] == ["4"]
+    state, _ = toy_run.run(tmp_path, STEPS)
+    assert toy_run.summary(state) == whole
 
 
 def test_a_loss_that_is_no_number_stops_and_keeps_the_last_good(tmp_path):

@@ -1,5 +1,6 @@
 """Room on a disk: asked for before long work, and said in one line when it runs out meanwhile."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,12 @@ class WritingFailed(RunFailed):
 
 
 def room_problems(name: str, folder: Path, needed: int) -> Iterator[Problem]:
-    """A problem if fewer than `needed` bytes are free where `folder` is, or will be."""
+    """A problem if fewer than `needed` bytes are free where `folder` is, or will be.
+
+    Object storage (`gs://...`) has no end.
+    """
+    if "://" in os.fspath(folder):
+        return
     free = shutil.disk_usage(_nearest(folder)).free
     if needed > free:
         yield Problem(

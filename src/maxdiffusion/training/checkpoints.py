@@ -2,11 +2,14 @@
 
     <folder>/<step>/state   every array of the state, by its path
     <folder>/<step>/notes   where the data stands, and a fingerprint of every array
+    <folder>/<step>/files.json  the sizes and checksums of all these files
 
-A checkpoint that cannot be read, or whose arrays are not what was written, is set aside with a
-message and the one before it is used.
+A checkpoint that cannot be read, or whose files or arrays are not what was written, is set aside
+with a message and the one before it is used.
 """
 
+import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +22,14 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
+from maxdiffusion.training.inventory import find_damage, write_inventory
 from maxdiffusion.training.parts import check_same_shapes
 from maxdiffusion.training.state import TrainState
 
 Say = Callable[[str], None]
 STATE, NOTES = "state", "notes"
 DAMAGED = "damaged-"
+UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 class CheckpointFailed(RunFailed):
@@ -48,6 +53,7 @@ class Checkpoints:
         self.folder = folder.expanduser().absolute()
         self._keep = keep
         self._say = say
+        self._writing: int | None = None
         try:
             self._manager = self._open()
         except OSError as error:
@@ -59,7 +65,7 @@ class Checkpoints:
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
         """Writes the state; returns when it may change, while files are still written."""
-        step = int(state.step)
+        step = self._writing = int(state.step)
         arrays = flat_arrays(state)
         notes = {"data": dict(data), "fingerprints": fingerprints(arrays)}
         try:
@@ -83,8 +89,10 @@ class Checkpoints:
 
     def close(self) -> None:
         """Waits, and frees the threads."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -104,12 +112,27 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, create=True, enable_async_checkpointing=True
+            max_to_keep=self._keep,
+            create=True,
+            enable_async_checkpointing=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
         handlers = {STATE: ocp.StandardCheckpointHandler(), NOTES: ocp.JsonCheckpointHandler()}
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
+    def _list_files(self) -> None:
+        """Notes the files of the checkpoint that is about to become whole."""
+        if jax.process_index() != 0 or "://" in os.fspath(self.folder):
+            return  # object storage has checksums of its own
+        names = (str(self._writing), f"{self._writing}{UNFINISHED}*")
+        for unfinished in (found for name in names for found in self.folder.glob(name)):
+            write_inventory(unfinished, (STATE, NOTES))
+
     def _read(self, step: int, like: TrainState) -> Restored:
+        # Reads of orbax that fail are left behind in threads, and fail there once more, loudly.
+        damage = find_damage(self.folder / str(step))
+        if damage is not None:
+            raise ValueError(damage)
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for path, array in flat_arrays(like).items()
@@ -136,7 +159,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int, error: Exception) -> None:
         """Moves a damaged checkpoint out of the way, and says so."""
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else ""
+        reason = first_line(error)
         aside = self.folder / f"{DAMAGED}{step}"
         number = 1
         while aside.exists():
@@ -153,15 +176,27 @@ class Checkpoints:
         )
 
     def _failed(self, step: int | None, error: Exception) -> CheckpointFailed:
+        """The error for a checkpoint that could not be written; what there is of it is removed."""
+        self._remove_unfinished()
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         last = self.steps[-1] if self.steps else None
         kept = (
             "there is none before it" if last is None else f"the last whole one is of step {last}"
         )
         return CheckpointFailed(
-            f"{which} could not be written to {self.folder} ({error}); {kept}. "
+            f"{which} could not be written to {self.folder} ({first_line(error)}); {kept}. "
             "Make room there, or set another checkpoint_dir, and start the same command again."
         )
+
+    def _remove_unfinished(self) -> None:
+        if jax.process_index() == 0 and "://" not in os.fspath(self.folder):
+            for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
+                shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def first_line(error: Exception) -> str:
+    """What an error says, without the pages that orbax adds."""
+    return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def flat_arrays(state: TrainState) -> dict[str, jax.Array]:
