@@ -8,9 +8,10 @@ import pytest
 
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.runtime.video import write_video
+from maxdiffusion.training.cached_clips import CachedClips
 from maxdiffusion.training.clips import ClipFormat
 from maxdiffusion.training.data import Batches, Order
-from maxdiffusion.training.latent_cache import CachedClips, CachePlan, fill_cache
+from maxdiffusion.training.latent_cache import CachePlan, fill_cache
 from maxdiffusion.training.sources import SyntheticClips
 from maxdiffusion.training.video_folder import ClipSize, UnusableClip, VideoClips, videos_in
 

@@ -21,15 +21,14 @@ def figures(step):
         learning_rate=1e-3,
         seconds=0.5,
         details=losses,
+        work=Work(tokens=100, tflops_per_device=0.25),
     )
 
 
 def test_a_continued_run_has_every_step_once(tmp_path):
     path = tmp_path / "deep" / "metrics.jsonl"
     for finished, steps in ((0, (1, 2, 3)), (2, (3, 4))):
-        writer = MetricsWriter(
-            path, work=Work(tokens=100, tflops_per_device=0.25), tensorboard=tmp_path / "board"
-        )
+        writer = MetricsWriter(path, tensorboard=tmp_path / "board")
         writer.start(finished)
         for step in steps:
             writer(figures(step))

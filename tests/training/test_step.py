@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from training.tiny_training import (
+    CLIPS,
     LATENT,
     batch_of,
     flat,
@@ -20,10 +21,12 @@ from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
 from maxdiffusion.training.flow_matching import NoiseLevels
 from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate
 from maxdiffusion.training.remat import Remat, RematPolicy
+from maxdiffusion.training.sized_steps import SizedTraining
 from maxdiffusion.training.state import first_state
 from maxdiffusion.training.step import make_step
 from maxdiffusion.training.text import TEXT_ENCODER
-from maxdiffusion.training.wan_training import BatchShape
+from maxdiffusion.training.wan_loss import ClipBatch
+from maxdiffusion.training.wan_training import BatchShape, WanTraining
 
 # Sums in float32 in another order: a loss is a mean over 1,000 values, each from a network of
 # depth 2, so that some 50 roundings of 6e-8 remain below this.
@@ -127,6 +130,21 @@ def test_remat_changes_what_is_kept_and_not_the_gradient(gradients):
 def test_unknown_names_of_remat_are_refused():
     with pytest.raises(ProblemsFound, match=r"names_which_can_be_saved='ffn'.*attn_output"):
         RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))
+
+
+def test_each_size_of_clips_has_its_own_step(monkeypatch):
+    def named(self, name):
+        return lambda state, batch: (name, self.batch.latent, self.block_attention)
+
+    monkeypatch.setattr(WanTraining, "step", named)
+    sized = SizedTraining(training=training(), latents=[LATENT, (3, 2, 4)])
+    step = sized.step(EXPERT)
+    for latent, tokens in ((LATENT, 8), ((3, 2, 4), 6)):
+        batch = ClipBatch(latents=np.zeros((CLIPS, *latent, 4)), captions=None)
+        name, planned, attention = step(None, batch)
+        assert (name, planned) == (EXPERT, latent)
+        assert attention.self_attention.problem.q_len == tokens
+        assert sized.work_of(batch).tokens == CLIPS * tokens
 
 
 def test_experts_take_turns_by_the_share_of_their_levels():

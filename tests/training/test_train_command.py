@@ -7,10 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxdiffusion import train_wan
+from maxdiffusion import preprocess_wan, train_wan
+from maxdiffusion.commands import training_data
 from maxdiffusion.commands.training_data import SHARD, model_hash
 from maxdiffusion.pipelines.prompts import PromptTokenizer
 from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.runtime.video import read_video, write_video
 from maxdiffusion.training.clips import ClipFormat
 from maxdiffusion.training.latent_cache import CachePlan, fill_cache
 from maxdiffusion.training.sources import SyntheticClips
@@ -67,11 +69,20 @@ def read_steps(tmp_path):
 def test_trains_continues_and_writes_a_model(cache, tmp_path, capsys):
     assert train_wan.main(arguments(tmp_path, "max_train_steps=2")) == 0
     model = tmp_path / "model"
-    more = ("max_train_steps=3", f"export_dir={model}", "weights_dtype=float32")
+    more = (
+        "max_train_steps=3",
+        f"export_dir={model}",
+        "weights_dtype=float32",
+        "sample_every=3",
+        "num_inference_steps=1",
+        f"output_dir={tmp_path / 'samples'}",
+    )
     assert train_wan.main(arguments(tmp_path, *more)) == 0
     said = capsys.readouterr().out
     assert "continuing after step 2" in said
     assert read_steps(tmp_path) == [1, 2, 3]
+    video, _ = read_video(tmp_path / "samples" / "step_000003.mp4")
+    assert video.shape == (5, 32, 32, 3)
     line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["perf/tokens_per_second"] > 0
     assert any(name.startswith("learning/loss_") for name in line)
@@ -91,9 +102,94 @@ def test_what_is_missing_is_said_before_anything_is_read(capsys):
     assert "latent_cache_dir" in said
 
 
-def test_a_full_disk_or_a_locked_folder_is_one_clear_line(cache, tmp_path, capsys):
+def test_a_locked_folder_is_one_clear_line(cache, tmp_path, capsys):
     shutil.rmtree(tmp_path / "checkpoints", ignore_errors=True)
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     code = train_wan.main(arguments(tmp_path, "max_train_steps=1"))
     assert code in (1, 2)
     assert "checkpoint" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_found_before_the_work(cache, tmp_path, capsys, monkeypatch):
+    full = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: full)
+    assert train_wan.main(arguments(tmp_path, f"export_dir={tmp_path / 'model'}")) == 2
+    assert "export_dir=" in capsys.readouterr().err
+    assert train_wan.main(arguments(tmp_path)) == 2
+    said = capsys.readouterr().err
+    assert "checkpoint_dir=" in said
+    assert "GB of disk, and 1e-06 GB are free. Make room there" in said
+    (cache / "shard-00000.safetensors").unlink()
+    assert preprocess_wan.main(arguments(tmp_path)) == 2
+    assert "latent_cache_dir=" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("*.safetensors")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("train_data_dir=nowhere", "training data='nowhere': is not a folder"),
+        ("video_buckets=[[5,32]]", "every bucket must be [frames, height, width]"),
+        ("video_buckets=[[5,32,40]]", "width=40: must be a positive multiple of 16"),
+        ("video_buckets=[[5,64,64]]", "video_buckets=['5x64x64']: none of 17 videos fits"),
+        ("dataset_type=synthetic", "buckets are for dataset_type=videos"),
+    ],
+)
+def test_bad_data_is_one_clear_line(videos, tmp_path, capsys, change, message):
+    assert preprocess_wan.main(arguments(tmp_path, *videos, change)) == 2
+    assert message in capsys.readouterr().err
+
+
+BUCKETS = {(5, 32, 32): (2, 4, 4), (5, 16, 48): (2, 2, 6)}
+
+
+@pytest.fixture
+def videos(tmp_path):
+    """Eight videos for each of two buckets, one that is too small, and the keys to use them."""
+    folder = tmp_path / "videos"
+    sizes = [(5, 32, 32), (6, 20, 50)] * 8
+    for number, size in enumerate([*sizes, (5, 8, 8)]):
+        frames = np.full((*size, 3), 10 * number, np.uint8)
+        write_video(folder / f"{number:02d}.mp4", frames, fps=8)
+        (folder / f"{number:02d}.txt").write_text(f"clip {number}")
+    return (
+        "dataset_type=videos",
+        f"train_data_dir={folder}",
+        f"video_buckets={[list(size) for size in BUCKETS]}",
+        "train_text_encoder=false",
+    )
+
+
+def test_videos_of_two_sizes_train_on_stored_text(videos, tmp_path, capsys, monkeypatch):
+    def quick(folder, spec):
+        """Noise instead of an autoencoder, which is quicker."""
+
+        def encode(clips):
+            shape = BUCKETS[clips.shape[1:4]]
+            rng = np.random.default_rng(int(clips.sum()))
+            return rng.standard_normal((len(clips), *shape, spec.vae.z_dim))
+
+        return encode
+
+    monkeypatch.setattr(training_data, "clip_encoder", quick)
+    assert preprocess_wan.main(arguments(tmp_path, *videos)) == 0
+    said = capsys.readouterr().out
+    assert "8 of 8 clips of 5x16x48" in said
+    assert "1 clips were skipped" in said
+    assert "16.mp4: is 5x8x8, and smaller than every bucket" in said
+    # From here on everything that is encoded is read.
+    monkeypatch.delattr(training_data, "clip_encoder")
+    monkeypatch.delattr(training_data, "text_encoder")
+    more = ("max_train_steps=3", "train_from_scratch=true", "sample_every=0")
+    assert train_wan.main(arguments(tmp_path, *videos, *more)) == 0
+    said = capsys.readouterr().out
+    assert "model: new weights" in said
+    assert "latents (2, 4, 4) or (2, 2, 6)" in said
+    assert "from stored embeddings" in said
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    times = [line["perf/tokens_per_second"] * line["perf/step_time_seconds"] for line in lines]
+    # Eight clips of 2 x 2 x 2 or 2 x 1 x 3 tokens.
+    assert {round(tokens) for tokens in times} == {64, 48}
+    stored = tmp_path / "checkpoints" / "3" / "state" / "_METADATA"
+    assert "transformer" in stored.read_text()
+    assert "text_encoder" not in stored.read_text()

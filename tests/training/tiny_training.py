@@ -15,7 +15,7 @@ from maxdiffusion.training.parts import dotted
 from maxdiffusion.training.state import first_state, place_values
 from maxdiffusion.training.text import Captions
 from maxdiffusion.training.wan_loss import ClipBatch
-from maxdiffusion.training.wan_training import BatchShape, WanTraining
+from maxdiffusion.training.wan_training import BatchShape, Tokens, WanTraining
 
 TRANSFORMER = WanTransformerConfig(
     layers=2,
@@ -58,7 +58,7 @@ def training(**changes):
         "weighting": EvenWeighting(),
         "optimiser": optimiser(),
         "mesh": single_device_mesh(),
-        "empty_caption": (1,),
+        "text": Tokens(empty=(1,)),
     }
     return WanTraining(**values | changes)
 

@@ -1,6 +1,6 @@
 """From the keys of a config to the values that a training is built from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate, Optim
 from maxdiffusion.training.remat import Remat, RematPolicy
 from maxdiffusion.training.sources import SyntheticClips
 from maxdiffusion.training.video_folder import ClipSize, VideoClips, videos_in
-from maxdiffusion.training.wan_training import BatchShape, WanTraining
+from maxdiffusion.training.wan_training import BatchShape, TextSource, WanTraining
 
 CAPTION_BUCKETS = (32, 64, 128, 256)
 
@@ -35,6 +35,14 @@ def training_mesh(config: Config, heads: int | None) -> Mesh:
     slices = len({*map(slice_index, devices)})
     split = resolve_mesh(config, len(devices), slices, heads)
     return build_mesh(split.ici, dcn=split.dcn)
+
+
+def missing_folders(config: Config, *names: str) -> Iterator[Problem]:
+    """A problem for every key that must name a folder and does not."""
+    for name in names:
+        if not config.values[name]:
+            rule, remedy = "training needs a folder of its own", f"Set {name}=FOLDER"
+            yield Problem(name=name, value="", rule=rule, remedy=remedy)
 
 
 def optimiser(config: Config) -> Optimiser:
@@ -135,9 +143,7 @@ def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> Ba
     )
 
 
-def wan_training(
-    config: Config, spec: WanSpec, batch: BatchShape, empty_caption: tuple[int, ...]
-) -> WanTraining:
+def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSource) -> WanTraining:
     """The training of a config."""
     rate = config.text_encoder_learning_rate / config.learning_rate
     return WanTraining(
@@ -152,7 +158,7 @@ def wan_training(
         ),
         optimiser=optimiser(config),
         mesh=training_mesh(config, spec.transformer.heads),
-        empty_caption=empty_caption,
+        text=text,
         caption_dropout=config.caption_dropout,
         text_rate=rate if config.train_text_encoder else 0.0,
         dtype=np.dtype(config.activations_dtype),

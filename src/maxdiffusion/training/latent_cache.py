@@ -4,23 +4,23 @@
     <folder>/shard-00000.safetensors latents [n F Y X C], ids [n T], lengths [n]
     <folder>/skipped.jsonl           clips that could not be used, and why
 
-Shards are written one after the other, whole or not at all: a run that is cut short goes on with
-the first that is missing.
+`text_cache.py` adds what a text encoder makes of the captions. Shards are written one after the
+other, whole or not at all: a run that is cut short goes on with the first that is missing.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from maxdiffusion.runtime.atomic import replacing
+from maxdiffusion.runtime.disk import writing
+from maxdiffusion.runtime.json_lines import add_new_lines
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.training.data import Sample
 from maxdiffusion.training.text import padded_ids
@@ -29,6 +29,7 @@ from maxdiffusion.training.video_folder import UnusableClip
 MANIFEST, SKIPPED = "manifest.json", "skipped.jsonl"
 Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] as bytes -> normalised latents
 Tokenize = Callable[[str], Sequence[int]]
+Advance = Callable[[], None]
 
 
 class CaptionedClips(Protocol):
@@ -57,6 +58,23 @@ class CachePlan:
             raise ValueError(f"{self}: all sizes must be at least 1")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The part of the shards that one of `count` processes writes."""
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, shards: Sequence[Any]) -> Sequence[Any]:
+        """Every `count`-th of them."""
+        return shards[self.index :: self.count]
+
+
+def shard_numbers(clips: int, shard: int) -> range:
+    """The numbers of the shards that so many clips fill."""
+    return range(-(-clips // shard))
+
+
 def fill_cache(
     folder: Path,
     clips: CaptionedClips,
@@ -64,92 +82,76 @@ def fill_cache(
     *,
     encode: Encode,
     tokenize: Tokenize,
-    advance: Callable[[], None] = lambda: None,
+    share: Share | None = None,
+    advance: Advance = lambda: None,
 ) -> None:
-    """Writes every shard that is missing; `advance` is called after each."""
-    _agree(folder, _identity(clips, plan))
-    for number in range(_count(len(clips), plan.shard)):
-        file = _shard(folder, number)
+    """Writes every shard of the share that is missing; `advance` is called after each."""
+    agree(folder / MANIFEST, _identity(clips, plan))
+    for number in (share or Share()).of(shard_numbers(len(clips), plan.shard)):
+        file = shard_file(folder, number)
         if not file.exists():
             indices = range(number * plan.shard, min(len(clips), (number + 1) * plan.shard))
-            _write_shard(file, indices, clips, plan, encode, tokenize)
+            tensors = _encoded(clips, indices, plan, encode, tokenize, skipped=folder / SKIPPED)
+            save_shard(file, tensors)
         advance()
 
 
-def _write_shard(
-    file: Path,
-    indices: Sequence[int],
+def _encoded(
     clips: CaptionedClips,
+    indices: Sequence[int],
     plan: CachePlan,
     encode: Encode,
     tokenize: Tokenize,
-) -> None:
-    videos, texts = [], []
-    for index in indices:
-        try:
-            videos.append(clips[index]["video"])
-        except UnusableClip as error:
-            _note(file.parent / SKIPPED, {"clip": index, "reason": str(error)})
-            continue
-        texts.append(tuple(tokenize(clips.caption(index))))
-    if not videos:
-        return
-    latents = [
-        encode(np.stack(videos[at : at + plan.batch])) for at in range(0, len(videos), plan.batch)
-    ]
-    tensors = {
-        "latents": np.concatenate(latents).astype(np.float32),
+    *,
+    skipped: Path,
+) -> dict[str, np.ndarray]:
+    """The tensors of a shard; without latents if none of its clips can be used."""
+    latents: list[np.ndarray] = []
+    texts: list[tuple[int, ...]] = []
+    bad: list[dict[str, Any]] = []
+    for group in _groups(_usable(clips, indices, bad), plan.batch):
+        latents.append(encode(np.stack([video for _, video in group])).astype(np.float32))
+        texts += [tuple(tokenize(clips.caption(index))) for index, _ in group]
+    add_new_lines(skipped, bad)
+    held = {"latents": np.concatenate(latents)} if latents else {}
+    return held | {
         "ids": padded_ids(texts, plan.caption_tokens),
         "lengths": np.asarray([len(text) for text in texts], np.int32),
     }
-    with replacing(file) as unfinished:
-        save_file(tensors, unfinished)
 
 
-class CachedClips:
-    """The samples of a filled cache, read row by row."""
-
-    def __init__(self, folder: Path):
-        self._folder = folder
-        if not (folder / MANIFEST).is_file() or not self._files:
-            raise ProblemsFound([_bad(folder, "holds no cached latents")])
-
-    @cached_property
-    def _files(self) -> tuple[Path, ...]:
-        return tuple(sorted(self._folder.glob("shard-*.safetensors")))
-
-    @cached_property
-    def _shards(self) -> tuple[Mapping[str, np.ndarray], ...]:
-        return tuple(_tensors(file) for file in self._files)
-
-    @cached_property
-    def _ends(self) -> np.ndarray:
-        return np.cumsum([len(shard["lengths"]) for shard in self._shards])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> Sample:
-        """Latents, tokens and the number of tokens of one clip."""
-        number = int(np.searchsorted(self._ends, index, side="right"))
-        shard = self._shards[number]
-        row = index - (int(self._ends[number - 1]) if number else 0)
-        return {name: tensor[row] for name, tensor in shard.items()}
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """Frames, rows, columns and channels of every clip."""
-        return self._shards[0]["latents"].shape[1:]
-
-    @property
-    def caption_tokens(self) -> int:
-        """The length that captions are filled up to."""
-        return self._shards[0]["ids"].shape[1]
+def _usable(
+    clips: CaptionedClips, indices: Sequence[int], bad: list[dict[str, Any]]
+) -> Iterator[tuple[int, np.ndarray]]:
+    """Numbers and frames of the clips that can be used; the others are added to `bad`."""
+    for index in indices:
+        try:
+            yield index, clips[index]["video"]
+        except UnusableClip as error:
+            bad.append({"clip": index, "reason": str(error)})
 
 
-def _tensors(file: Path) -> dict[str, np.ndarray]:
-    with safe_open(file, framework="np") as opened:
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+def _groups(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Items in lists of `size`, the last one maybe shorter; one list is held at a time."""
+    group: list[Any] = []
+    for item in items:
+        group.append(item)
+        if len(group) == size:
+            yield group
+            group = []
+    if group:
+        yield group
+
+
+def save_shard(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Writes a shard whole or not at all."""
+    with writing(f"the shard {file.name}", file.parent), replacing(file) as unfinished:
+        save_file(dict(tensors), unfinished)
+
+
+def shard_file(folder: Path, number: int, kind: str = "shard") -> Path:
+    """Where a shard is kept."""
+    return folder / f"{kind}-{number:05d}.safetensors"
 
 
 def _identity(clips: CaptionedClips, plan: CachePlan) -> dict[str, Any]:
@@ -163,32 +165,20 @@ def _identity(clips: CaptionedClips, plan: CachePlan) -> dict[str, Any]:
     }
 
 
-def _agree(folder: Path, identity: Mapping[str, Any]) -> None:
+def agree(manifest: Path, identity: Mapping[str, Any]) -> None:
     """Notes what the shards are made from, or refuses to mix two kinds."""
-    file = folder / MANIFEST
-    if not file.exists():
-        with replacing(file) as unfinished:
+    if not manifest.exists():
+        with writing(manifest.name, manifest.parent), replacing(manifest) as unfinished:
             unfinished.write_text(json.dumps(identity, indent=2) + "\n")
         return
-    held = json.loads(file.read_text())
+    held = json.loads(manifest.read_text())
     other = sorted(key for key in identity if held.get(key) != identity[key])
     if other:
-        raise ProblemsFound([_bad(folder, f"was made from another {' and '.join(other)}")])
+        rule = f"was made from another {' and '.join(other)}"
+        raise ProblemsFound([bad_cache(manifest.parent, rule)])
 
 
-def _count(clips: int, shard: int) -> int:
-    return -(-clips // shard)
-
-
-def _shard(folder: Path, number: int) -> Path:
-    return folder / f"shard-{number:05d}.safetensors"
-
-
-def _note(file: Path, line: Mapping[str, Any]) -> None:
-    with file.open("a", encoding="utf-8") as stream:
-        stream.write(json.dumps(line) + "\n")
-
-
-def _bad(folder: Path, rule: str) -> Problem:
+def bad_cache(folder: Path, rule: str) -> Problem:
+    """What is wrong with a cache, in the form of a problem."""
     remedy = "Name another folder, or remove this one"
     return Problem(name="latent cache", value=str(folder), rule=rule, remedy=remedy)

@@ -14,12 +14,13 @@ from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.training.checkpoints import Checkpoints
 from maxdiffusion.training.data import Batches
-from maxdiffusion.training.metrics import Figures
+from maxdiffusion.training.metrics import Figures, Work
 from maxdiffusion.training.state import TrainState
 from maxdiffusion.training.step import Step
 
 Report = Callable[[Figures], None]
 Visit = Callable[[TrainState], None]
+WorkOf = Callable[[Any], Work]  # what a step on a batch computes
 
 
 class LossNotFinite(RunFailed):
@@ -57,6 +58,7 @@ class Loop:
         checkpoints: Checkpoints | None = None,
         report: Report = lambda figures: None,
         visit: Visit = lambda state: None,
+        work_of: WorkOf = lambda batch: Work(),
         profiler: Profiler | None = None,
     ):
         self._plan = plan
@@ -65,6 +67,7 @@ class Loop:
         self._checkpoints = checkpoints
         self._report = report
         self._visit = visit
+        self._work_of = work_of
         self._profiler = profiler or Profiler(None)
 
     def run(self, state: TrainState) -> TrainState:
@@ -105,6 +108,7 @@ class Loop:
                 learning_rate=float(report.learning_rate),
                 seconds=time.perf_counter() - began,
                 details=report.figures,
+                work=self._work_of(batch),
             )
         )
         return state

@@ -3,13 +3,22 @@
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from tensorboardX import SummaryWriter
 
+from maxdiffusion.runtime.json_lines import whole_lines
 from maxdiffusion.training.flow_matching import BucketLosses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What a step computes: video tokens, and TFLOP on each device (see `flops.py`)."""
+
+    tokens: int = 0
+    tflops_per_device: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +32,11 @@ class Figures:
     learning_rate: float
     seconds: float
     details: Any = None
+    work: Work = field(default_factory=Work)
 
-    def as_json(self, work: "Work") -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """The figures with plain names, ready for json.dump."""
+        work = self.work
         line: dict[str, Any] = {
             "step": self.step,
             "part": self.part,
@@ -45,25 +56,14 @@ class Figures:
         return {name: float(value) for name, value in (self.details or {}).items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a step computes: video tokens, and TFLOP on each device (see `flops.py`)."""
-
-    tokens: int = 0
-    tflops_per_device: float = 0.0
-
-
 class MetricsWriter:
     """Writes every step as a line of JSON and to TensorBoard, each if it has a place.
 
     Lines of steps that are trained again are dropped.
     """
 
-    def __init__(
-        self, path: Path | None, *, work: Work | None = None, tensorboard: Path | None = None
-    ):
+    def __init__(self, path: Path | None, *, tensorboard: Path | None = None):
         self._path = path
-        self._work = work or Work()
         self._tensorboard = tensorboard
         self._file: IO[str] | None = None
         self._board: SummaryWriter | None = None
@@ -80,14 +80,14 @@ class MetricsWriter:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in _lines(self._path) if line["step"] <= finished]
+        kept = [line for line in whole_lines(self._path) if line["step"] <= finished]
         self._file = self._path.open("w", encoding="utf-8")
         for line in kept:
             self._write(line)
 
     def __call__(self, figures: Figures) -> None:
         """Writes one step."""
-        line = figures.as_json(self._work)
+        line = figures.as_json()
         if self._file is not None:
             self._write(line)
         if self._board is not None:
@@ -106,16 +106,3 @@ class MetricsWriter:
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file; one that was cut short is left out."""
-    if not path.exists():
-        return []
-    found = []
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(text))
-        except ValueError:
-            continue
-    return found

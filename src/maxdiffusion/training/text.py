@@ -7,7 +7,7 @@ so training looks at one of them and counts it as many times as there would be.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,19 @@ class Captions:
     lengths: Int[Array, " B"]
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class EncodedBefore:
+    """What a text encoder made of a batch of captions, zero after their ends."""
+
+    rows: Float[Array, "B T E"]
+
+
 class TextReader(Protocol):
     """Gives the rows that the transformer reads, some of them replaced by the empty caption."""
 
     def __call__(
-        self, values: Mapping[str, Values], captions: Captions, key: PRNGKeyArray
+        self, values: Mapping[str, Values], captions: Any, key: PRNGKeyArray
     ) -> Float[Array, "B T E"]:
         """The rows of every caption, with one zero row last."""
 
@@ -48,8 +56,7 @@ class EncodedCaptions:
     dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: must be at least 0 and less than 1")
+        _check_dropout(self.dropout)
 
     def __call__(
         self, values: Mapping[str, Values], captions: Captions, key: PRNGKeyArray
@@ -61,7 +68,34 @@ class EncodedCaptions:
         lengths = jnp.where(dropped, len(self.empty), captions.lengths)
         mask = jnp.arange(length)[None, :] < lengths[:, None]
         rows = self.encoder.merge(values[TEXT_ENCODER])(ids, mask)
-        return jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
+        return _with_zero_row(rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredCaptions:
+    """Takes rows that were encoded before; no text encoder is needed."""
+
+    empty: Float[np.ndarray, "T E"]  # the rows of the empty caption
+    dropout: float = 0.1
+
+    def __post_init__(self) -> None:
+        _check_dropout(self.dropout)
+
+    def __call__(
+        self, values: Mapping[str, Values], captions: EncodedBefore, key: PRNGKeyArray
+    ) -> Float[Array, "B T E"]:
+        dropped = jax.random.bernoulli(key, self.dropout, captions.rows.shape[:1])
+        rows = jnp.where(dropped[:, None, None], jnp.asarray(self.empty), captions.rows)
+        return _with_zero_row(rows)
+
+
+def _check_dropout(share: float) -> None:
+    if not 0 <= share < 1:
+        raise ValueError(f"dropout={share}: must be at least 0 and less than 1")
+
+
+def _with_zero_row(rows: Float[Array, "B T E"]) -> Float[Array, "B U E"]:
+    return jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
 
 
 def padded_ids(texts: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:

@@ -20,16 +20,16 @@ from maxdiffusion.training.flow_matching import (
     timestep_of,
 )
 from maxdiffusion.training.parts import Part, Values
-from maxdiffusion.training.text import Captions, TextReader
+from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class ClipBatch:
-    """Normalised latents of clips, and their captions."""
+    """Normalised latents of clips, and their captions: tokens, or what was made of them before."""
 
     latents: Float[Array, "B F Y X C"]
-    captions: Captions
+    captions: Captions | EncodedBefore
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from jaxtyping import Float
 
 from maxdiffusion.attention import (
     AttentionOptions,
@@ -27,7 +29,13 @@ from maxdiffusion.training.optimiser import Optimiser
 from maxdiffusion.training.parts import Part
 from maxdiffusion.training.remat import RematPolicy, TrainableTransformer
 from maxdiffusion.training.step import Step, make_step
-from maxdiffusion.training.text import TEXT_ENCODER, EncodedCaptions, RepeatedRowAttention
+from maxdiffusion.training.text import (
+    TEXT_ENCODER,
+    EncodedCaptions,
+    RepeatedRowAttention,
+    StoredCaptions,
+    TextReader,
+)
 from maxdiffusion.training.wan_loss import WanLoss
 
 
@@ -64,6 +72,23 @@ class BatchShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """Captions are tokens that a text encoder reads at every step; `empty` are those of none."""
+
+    empty: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StoredText:
+    """Captions were encoded before; `empty` are the rows of the empty one."""
+
+    empty: Float[np.ndarray, "T E"]
+
+
+TextSource = Tokens | StoredText
+
+
+@dataclass(frozen=True, kw_only=True)
 class WanTraining:
     """Everything that a run's programs are made from."""
 
@@ -74,7 +99,7 @@ class WanTraining:
     weighting: LossWeighting
     optimiser: Optimiser
     mesh: Mesh
-    empty_caption: tuple[int, ...]
+    text: TextSource
     caption_dropout: float = 0.1
     text_rate: float = 0.0  # of the learning rate; 0: the text encoder stays as it is
     dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
@@ -101,6 +126,8 @@ class WanTraining:
         """The models of the run by name."""
         transformer = Part.of(self.build_transformer)
         parts: dict[str, Part[Any]] = dict.fromkeys(self.experts.names, transformer)
+        if isinstance(self.text, StoredText):
+            return parts
         return parts | {TEXT_ENCODER: Part.of(self.build_text_encoder)}
 
     @property
@@ -136,15 +163,19 @@ class WanTraining:
         return WanLoss(
             expert=name,
             transformer=self.parts[name],
-            text=EncodedCaptions(
-                encoder=self.parts[TEXT_ENCODER],
-                empty=self.empty_caption,
-                dropout=self.caption_dropout,
-            ),
+            text=self._text_reader,
             attention=self.block_attention,
             layout=self.layout,
             levels=self.experts.levels_of(name),
             weighting=self.weighting,
+        )
+
+    @property
+    def _text_reader(self) -> TextReader:
+        if isinstance(self.text, StoredText):
+            return StoredCaptions(empty=self.text.empty, dropout=self.caption_dropout)
+        return EncodedCaptions(
+            encoder=self.parts[TEXT_ENCODER], empty=self.text.empty, dropout=self.caption_dropout
         )
 
     def step(self, name: str) -> Step:

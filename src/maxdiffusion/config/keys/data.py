@@ -1,6 +1,6 @@
 """Keys of training data, which generation does not look at."""
 
-from maxdiffusion.config.kinds import Boolean, Integer, Number, Secret, Text
+from maxdiffusion.config.kinds import Boolean, Integer, ListOf, Number, Secret, Text
 from maxdiffusion.config.schema import trains, unused
 
 KEYS = (
@@ -15,7 +15,12 @@ KEYS = (
     unused("dataset_save_location", Text(), "", "Folder of prepared data."),
     unused("train_split", Text(), "train", "Split of a hub data set."),
     trains("train_data_dir", Text(), "", "Folder of videos with captions."),
-    unused("cache_latents_text_encoder_outputs", Boolean(), True, "Train on prepared latents."),
+    trains(
+        "cache_latents_text_encoder_outputs",
+        Boolean(),
+        True,
+        "Keep text embeddings beside the latents, unless the text encoder is trained.",
+    ),
     unused("load_tfrecord_cached", Boolean(), True, "Read records that were prepared."),
     unused("tfrecords_dir", Text(), "", "Folder that records are written to."),
     unused("no_records_per_shard", Integer(minimum=0), 0, "Records per file."),
@@ -36,6 +41,13 @@ KEYS = (
         Text(),
         "",
         "Folder that encoded clips are kept in; filled by the first run.",
+    ),
+    trains(
+        "video_buckets",
+        ListOf(ListOf(Integer(minimum=1))),
+        (),
+        "Sizes `[[frames, height, width], ...]` that videos are sorted into; empty = the one of "
+        "num_frames, height and width.",
     ),
     trains("synthetic_clips", Integer(minimum=1), 16384, "How many synthetic clips there are."),
     trains(

@@ -86,6 +86,12 @@ KEYS = (
         "both",
         "Train both experts of wan2.2 in turn, one network for all noise levels, or one expert.",
     ),
+    trains(
+        "train_from_scratch",
+        Boolean(),
+        False,
+        "Start from weights drawn by `seed` instead of those of the model; its sizes are kept.",
+    ),
     trains("keep_checkpoints", Integer(minimum=1), 2, "Checkpoints that are kept."),
     trains("sample_every", Integer(minimum=0), 0, "Steps between sample videos; 0 = none."),
     trains("tensorboard_dir", Text(), "", "Folder for TensorBoard; empty = none."),

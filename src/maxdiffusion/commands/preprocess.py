@@ -1,0 +1,48 @@
+"""From a config to caches of latents and text embeddings, which training then reads."""
+
+from pathlib import Path
+
+from maxdiffusion.commands.clip_sets import ClipSet, clip_sets
+from maxdiffusion.commands.generate import say, use_cache
+from maxdiffusion.commands.training_data import ClipStore
+from maxdiffusion.commands.training_settings import missing_folders
+from maxdiffusion.config.loading import Reading
+from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.runtime.json_lines import whole_lines
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.training.cached_clips import CachedClips
+from maxdiffusion.training.latent_cache import SKIPPED
+
+
+def preprocess(reading: Reading) -> None:
+    """Encodes the clips of a config; the same command goes on where it was cut short."""
+    config = reading.config
+    problems = [*reading.problems, *missing_folders(config, "latent_cache_dir")]
+    if problems:
+        raise ProblemsFound(problems)
+    use_cache(config)
+    folder, spec = open_wan_folder(config.pretrained_model_name_or_path)
+    store = ClipStore.of(config, folder, spec, clip_sets(config, spec))
+    store.fill()
+    for held in store.sets:
+        say(summary(held, store))
+    tell_skipped(Path(config.latent_cache_dir).expanduser())
+
+
+def summary(held: ClipSet, store: ClipStore) -> str:
+    """What a cache holds, in words."""
+    cached = CachedClips(held.cache)
+    text = "text embeddings" if store.keeps_text else "tokens"
+    return (
+        f"{held.cache}: {len(cached)} of {len(held.clips)} clips of {held.size} (frames, height, "
+        f"width) as latents {cached.latent_shape} and {text} of {cached.caption_tokens} rows"
+    )
+
+
+def tell_skipped(root: Path) -> None:
+    """Says which clips were left out, and why."""
+    for file in sorted(root.rglob(SKIPPED)):
+        lines = whole_lines(file)
+        say(f"{len(lines)} clips were skipped ({file}):")
+        for line in lines:
+            say(f"  {line['reason']}")

@@ -1,0 +1,154 @@
+"""Captions that were encoded before train as those that are encoded at every step."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from training.full_disk import files_limited_to
+from training.tiny_training import CAPTION_TOKENS, batch_of, state_of, training
+
+from maxdiffusion.runtime.disk import WritingFailed
+from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.training.cached_clips import CachedClips
+from maxdiffusion.training.clips import ClipFormat
+from maxdiffusion.training.latent_cache import CachePlan, Share, fill_cache
+from maxdiffusion.training.sources import SyntheticClips
+from maxdiffusion.training.text import (
+    TEXT_ENCODER,
+    EncodedBefore,
+    EncodedCaptions,
+    StoredCaptions,
+    padded_ids,
+)
+from maxdiffusion.training.text_cache import ClipsWithText, fill_text
+from maxdiffusion.training.video_folder import UnusableClip
+from maxdiffusion.training.wan_training import StoredText
+
+CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=11, seed=4)
+PLAN = CachePlan(model="a", caption_tokens=32, shard=4, batch=3)
+
+
+def cache(folder, clips=CLIPS, share=None, frames=1):
+    fill_cache(
+        folder,
+        clips,
+        PLAN,
+        encode=lambda videos: videos[:, :frames].astype(np.float32),
+        tokenize=lambda text: [ord(letter) for letter in text[:20]],
+        share=share,
+    )
+    return folder
+
+
+def letters(ids, lengths):
+    """Rows that say of each token which it is and where it stands."""
+    places = np.arange(ids.shape[1])
+    rows = np.stack([ids, np.broadcast_to(places, ids.shape)], axis=-1).astype(np.float32)
+    return rows * (places < lengths[:, None])[..., None]
+
+
+def test_stored_rows_are_those_of_the_captions(tmp_path):
+    fill_text(cache(tmp_path), model="t", empty=(1,), encode=letters)
+    stored, tokens = ClipsWithText(tmp_path), CachedClips(tmp_path)
+    assert len(stored) == 11
+    for index in (0, 5, 10):
+        sample, wanted = stored[index], tokens[index]
+        assert sample.keys() == {"latents", "text"}
+        rows = letters(wanted["ids"][None], wanted["lengths"][None])[0]
+        np.testing.assert_array_equal(sample["text"], rows)
+        np.testing.assert_array_equal(sample["latents"], wanted["latents"])
+    assert stored.empty.shape == (32, 2)
+    assert stored.empty[0].tolist() == [1, 0]
+
+
+def test_it_goes_on_where_it_stopped_and_knows_its_encoder(tmp_path):
+    cache(tmp_path)
+    calls = []
+
+    def counting(ids, lengths):
+        calls.append(len(ids))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return letters(ids, lengths)
+
+    with pytest.raises(KeyboardInterrupt):
+        fill_text(tmp_path, model="t", empty=(1,), encode=counting)
+    with pytest.raises(ProblemsFound, match="no encoded captions for 2 of 3 shards"):
+        ClipsWithText(tmp_path)
+    fill_text(tmp_path, model="t", empty=(1,), encode=counting)
+    assert calls == [1, 4, 4, 4, 3]
+    with pytest.raises(ProblemsFound, match="another text_encoder"):
+        fill_text(tmp_path, model="other", empty=(1,), encode=counting)
+
+
+def test_processes_share_the_shards(tmp_path):
+    cache(tmp_path, share=Share(index=0, count=2))
+    assert [file.name[6:11] for file in CachedClips(tmp_path).files] == ["00000", "00002"]
+    cache(tmp_path, share=Share(index=1, count=2))
+    assert len(CachedClips(tmp_path)) == 11
+
+
+class Broken:
+    """Clips of which those of the second shard cannot be read."""
+
+    bad = range(4, 8)
+
+    def __len__(self):
+        return 11
+
+    def __getitem__(self, index):
+        if index in self.bad:
+            raise UnusableClip(f"clip {index} is broken")
+        return CLIPS[index]
+
+    caption, describe = staticmethod(CLIPS.caption), staticmethod(CLIPS.describe)
+
+
+def test_a_shard_without_any_good_clip_is_not_tried_again(tmp_path):
+    fill_text(cache(tmp_path, Broken()), model="t", empty=(1,), encode=letters)
+    stored = ClipsWithText(tmp_path)
+    assert len(stored) == 7
+    np.testing.assert_array_equal(stored[4]["latents"], CLIPS[8]["video"][:1])
+    cache(tmp_path, Broken())
+    reasons = [json.loads(line) for line in (tmp_path / "skipped.jsonl").read_text().splitlines()]
+    assert [line["clip"] for line in reasons] == [4, 5, 6, 7]
+
+    none = Broken()
+    none.bad = range(11)
+    cache(tmp_path / "none", none)
+    with pytest.raises(ProblemsFound, match=r"all 11 could not be used, as skipped\.jsonl"):
+        CachedClips(tmp_path / "none")
+
+
+def test_a_full_disk_leaves_whole_shards_and_one_line(tmp_path):
+    cache(tmp_path, share=Share(index=0, count=3))
+    with files_limited_to(20_000), pytest.raises(WritingFailed, match="Make room there"):
+        cache(tmp_path, frames=5)  # 4 x 5 x 32 x 32 x 3 numbers
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "manifest.json",
+        "shard-00000.safetensors",
+    ]
+
+
+def test_stored_captions_read_as_encoded_ones_do():
+    run = training()
+    values, captions = state_of(run).values, batch_of(0, clips=64).captions
+    encoder = run.parts[TEXT_ENCODER]
+    empty = padded_ids([(1,)], CAPTION_TOKENS)
+    model = encoder.merge(values[TEXT_ENCODER])
+    mask = np.arange(CAPTION_TOKENS) < captions.lengths[:, None]
+    stored = EncodedBefore(rows=model(captions.ids, mask))
+    rows_of_empty = np.asarray(model(empty, np.arange(CAPTION_TOKENS)[None] < 1))[0]
+    key = jax.random.key(0)
+    one = EncodedCaptions(encoder=encoder, empty=(1,), dropout=0.5)(values, captions, key)
+    other = StoredCaptions(empty=rows_of_empty, dropout=0.5)({}, stored, key)
+    # The same sums, of at most 16 products of size 1 in float32.
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_training_on_stored_text_has_no_text_encoder():
+    rows = np.zeros((CAPTION_TOKENS, 16), np.float32)
+    run = training(text=StoredText(empty=rows))
+    assert TEXT_ENCODER not in run.parts
+    assert isinstance(run.loss("transformer").text, StoredCaptions)
