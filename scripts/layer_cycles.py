@@ -2,11 +2,12 @@
 """Counts the cycles of one transformer layer outside kernels, from a stack of few layers.
 
     python scripts/layer_cycles.py CONFIG.yml topology=tpu7x:2x2x1 [key=value ...] \
-        [--layers 4] [--kernels small|real] [--least 20000] [--text FILE]
+        [--layers 4] [--heads 40] [--kernels small|real] [--least 20000] [--text FILE]
 
 Compiles the denoise step of a config with `--layers` layers for a TPU that is not there. With
 `--kernels small` the attention kernels get small tiles and claim the VMEM that the real ones need:
 they compile in seconds, and everything around them compiles to what it is beside the real ones.
+With `--heads` the model gets so many heads of its width, and a feed-forward part in proportion.
 Prints every operation of a layer from `--least` cycles on, in the order of the schedule, then the
 sums by purpose, and as the last line the same as one JSON object. Needs libtpu.
 """
@@ -32,7 +33,7 @@ def main() -> int:
     reading = read_config(config)
     topology = read_topology(reading.config.topology)
     prepare_environment(topology)
-    text = compile_layers(reading, arguments.layers, small=arguments.kernels == "small")
+    text = compile_layers(reading, arguments)
     if arguments.text:
         Path(arguments.text).write_text(text)
     show(text, arguments.layers, arguments.least, topology.chip)
@@ -43,6 +44,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Our own options, and the rest, which is a config and its overrides."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--heads", type=int, help="of a narrower model, which compiles sooner")
     parser.add_argument("--kernels", choices=("small", "real"), default="small")
     parser.add_argument("--least", type=int, default=20_000, help="cycles worth a line")
     parser.add_argument("--text", help="a file for the scheduled program")
@@ -52,26 +54,27 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return arguments, config
 
 
-def compile_layers(reading: Any, layers: int, *, small: bool) -> str:
-    """The scheduled program of a denoise step with so many layers."""
+def compile_layers(reading: Any, arguments: argparse.Namespace) -> str:
+    """The scheduled program of a denoise step with fewer layers."""
     from maxdiffusion.commands.pipeline_settings import sampler
     from maxdiffusion.commands.preflight import prepare
 
     job = prepare(reading)
-    workshop = with_layers(job.workshop, layers)
-    if small:
+    workshop = with_layers(job.workshop, arguments.layers, arguments.heads)
+    if arguments.kernels == "small":
         workshop = with_small_kernels(workshop, job.shape)
     print(workshop.attention(job.shape).describe(), flush=True)
     lowered = workshop.lower_denoise_step(job.shape, sampler(job.config, job.workshop.spec))
     return lowered.compile().as_text()
 
 
-def with_layers(workshop: Any, layers: int) -> Any:
-    """The workshop of a model with fewer layers."""
-    spec = workshop.spec
-    return replace(
-        workshop, spec=replace(spec, transformer=replace(spec.transformer, layers=layers))
-    )
+def with_layers(workshop: Any, layers: int, heads: int | None) -> Any:
+    """The workshop of a model with fewer layers and, if told so, fewer heads."""
+    spec, whole = workshop.spec, workshop.spec.transformer
+    heads = heads or whole.heads
+    ffn = whole.ffn_dim * heads // whole.heads // 128 * 128
+    smaller = replace(whole, layers=layers, heads=heads, ffn_dim=ffn)
+    return replace(workshop, spec=replace(spec, transformer=smaller))
 
 
 def with_small_kernels(workshop: Any, shape: Any) -> Any:
