@@ -8,10 +8,13 @@ A checkpoint that cannot be read, or whose files or arrays are not what was writ
 with a message and the one before it is used.
 """
 
+import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 
+from maxdiffusion.runtime.agreement import agree_on_result
+from maxdiffusion.runtime.coordination import barrier, from_first
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
 from maxdiffusion.training.inventory import find_damage, write_inventory
 from maxdiffusion.training.parts import check_same_shapes
@@ -50,7 +56,7 @@ class Checkpoints:
     def __init__(self, folder: Path, *, keep: int = 2, say: Say = print):
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint is kept")
-        self.folder = folder.expanduser().absolute()
+        self.folder = place(os.fspath(folder))
         self._keep = keep
         self._say = say
         self._writing: int | None = None
@@ -68,6 +74,8 @@ class Checkpoints:
         step = self._writing = int(state.step)
         arrays = flat_arrays(state)
         notes = {"data": dict(data), "fingerprints": fingerprints(arrays)}
+        told = json.dumps(notes, sort_keys=True).encode()
+        agree_on_result(f"the state after step {step}", hashlib.sha256(told).hexdigest())
         try:
             self._manager.save(
                 step,
@@ -160,13 +168,12 @@ class Checkpoints:
     def _set_aside(self, step: int, error: Exception) -> None:
         """Moves a damaged checkpoint out of the way, and says so."""
         reason = first_line(error)
-        aside = self.folder / f"{DAMAGED}{step}"
-        number = 1
-        while aside.exists():
-            number += 1
-            aside = self.folder / f"{DAMAGED}{step}-{number}"
+        aside = self.folder / from_first("a free name", lambda: self._free_name(step))
         self._manager.close()
-        (self.folder / str(step)).rename(aside)
+        barrier("a damaged checkpoint")
+        if jax.process_index() == 0:
+            (self.folder / str(step)).rename(aside)
+        barrier("a damaged checkpoint")
         self._manager = self._open()
         before = [other for other in self.steps if other < step]
         then = f"continuing from step {before[-1]}" if before else "there is none before it"
@@ -174,6 +181,11 @@ class Checkpoints:
             f"checkpoint of step {step} is damaged ({type(error).__name__}: {reason}); "
             f"it is now {aside}; {then}"
         )
+
+    def _free_name(self, step: int) -> str:
+        """A name for a damaged checkpoint that is not taken."""
+        names = (f"{DAMAGED}{step}{'' if number == 1 else f'-{number}'}" for number in count(1))
+        return next(name for name in names if not (self.folder / name).exists())
 
     def _failed(self, step: int | None, error: Exception) -> CheckpointFailed:
         """The error for a checkpoint that could not be written; what there is of it is removed."""

@@ -1,17 +1,18 @@
 """The loop: batches in, checkpoints, figures and samples out, until all steps are done."""
 
 import math
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from maxdiffusion.runtime.marks import MARKS
 from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.runtime.profiling import Profiler
+from maxdiffusion.runtime.stopping import asked_to_stop
 from maxdiffusion.training.checkpoints import Checkpoints
 from maxdiffusion.training.data import Batches
 from maxdiffusion.training.metrics import Figures, Work
@@ -78,11 +79,12 @@ class Loop:
                 with self._profiler.step():
                     state = self._step(step, state)
                 done = step + 1
-                if _due(done, plan.checkpoint_every) or (asked() and self._checkpoints):
+                stop = asked(done)
+                if _due(done, plan.checkpoint_every) or (stop and self._checkpoints):
                     saved = self._save(state)
                 if _due(done, plan.visit_every):
                     self._visit(state)
-                if asked():
+                if stop:
                     raise self._stopped(done)
         if saved != int(state.step):
             self._save(state)
@@ -92,6 +94,7 @@ class Loop:
 
     def _step(self, step: int, state: TrainState) -> TrainState:
         name = self._plan.program_at(step)
+        MARKS.reach(f"training step {step + 1}")
         batch = next(self._batches)
         began = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -142,23 +145,3 @@ class Loop:
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
-
-
-@contextmanager
-def asked_to_stop() -> Iterator[Callable[[], bool]]:
-    """A question that is true once the process got SIGTERM."""
-    asked = False
-
-    def note(*_: Any) -> None:
-        nonlocal asked
-        asked = True
-
-    try:
-        before = signal.signal(signal.SIGTERM, note)
-    except ValueError:  # only the main thread hears signals
-        yield lambda: False
-        return
-    try:
-        yield lambda: asked
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -2,14 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float
 
 from maxdiffusion.attention import (
@@ -192,21 +193,45 @@ class WanTraining:
 
 def on_mesh(step: Step, mesh: Mesh) -> Step:
     """The step as one program on the mesh; the old state's memory is used for the new one."""
-    program = jax.jit(step, donate_argnums=0)
+
+    @cache
+    def program(places: tuple[Any, ...], structure: Any) -> Any:
+        # The new state lies where the old one did, or the second step would compile anew.
+        state = jax.tree.unflatten(structure, places)
+        return jax.jit(step, donate_argnums=0, out_shardings=(state, None))
 
     def run(state: Any, batch: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        places = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(mesh):
-            return program(state, place_batch(batch, mesh))
+            return program(places, structure)(state, place_batch(batch, mesh))
 
     return run
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """A batch from the host, its rows shared by the devices that train on different clips."""
-    layout = ActivationLayout(mesh=mesh)
+    """A batch from the host, its rows shared by the devices that train on different clips.
+
+    With several processes each brings its share of the rows.
+    """
+    layout, processes = ActivationLayout(mesh=mesh), jax.process_count()
 
     def put(rows: Any) -> jax.Array:
-        dims = ("batch", *("rest",) * (rows.ndim - 1))
-        return jax.device_put(rows, layout.sharding(dims, rows.shape))
+        shape = (rows.shape[0] * processes, *rows.shape[1:])
+        sharding = layout.sharding(("batch", *("rest",) * (rows.ndim - 1)), shape)
+        if processes == 1:
+            return jax.device_put(rows, sharding)
+        if not _brings_its_own(sharding, shape):
+            rows = multihost_utils.process_allgather(rows, tiled=True)
+        return jax.make_array_from_process_local_data(sharding, np.asarray(rows), shape)
 
     return jax.tree.map(put, batch)
+
+
+def _brings_its_own(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Whether the devices of every process work on as many rows as it brings, and on no others'."""
+    held: dict[int, set[int]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        held.setdefault(device.process_index, set()).update(range(*index[0].indices(shape[0])))
+    shares = list(held.values())
+    return sum(map(len, shares)) == shape[0] and len({*map(len, shares)}) == 1

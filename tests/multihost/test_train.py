@@ -1,0 +1,51 @@
+"""Two processes train, save, continue and export what one process can open."""
+
+import json
+from pathlib import Path
+
+import pytest
+from multihost.launching import run
+from training.test_train_command import CLIPS, CONFIG, MODEL, cache
+
+from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.weights.safetensors_index import open_weights
+
+__all__ = ["cache"]
+
+PAIRS = f"synthetic_pair_share={CLIPS.clip.pair_share}"  # of the clips that `cache` has encoded
+
+
+def command(folder: Path, *more: str) -> tuple[object, ...]:
+    return (
+        *("-m", "maxdiffusion.train_wan", CONFIG, f"pretrained_model_name_or_path={MODEL}"),
+        *("model_name=wan2.1", "num_frames=5", "height=32", "width=32", "seed=0"),
+        *("synthetic_clips=8", "global_batch_size=8", "ici_data_parallelism=4"),
+        *(
+            "ici_fsdp_parallelism=2",
+            "sample_every=0",
+            PAIRS,
+            f"latent_cache_dir={folder / 'cache'}",
+        ),
+        f"checkpoint_dir={folder / 'checkpoints'}",
+        f"metrics_file={folder / 'metrics.jsonl'}",
+        f"jax_cache_dir={folder / 'compiled'}",
+        *more,
+    )
+
+
+@pytest.mark.usefixtures("cache")
+def test_two_processes_train_continue_and_export(tmp_path: Path) -> None:
+    run(2, command(tmp_path, "max_train_steps=2"))
+    model = tmp_path / "model"
+    more = ("max_train_steps=3", f"export_dir={model}", "weights_dtype=float32")
+    said = run(2, command(tmp_path, *more))
+    assert "continuing after step 2" in said[0]
+    assert "continuing" not in said[1]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    _, spec = open_wan_folder(model)
+    assert spec.transformer == open_wan_folder(MODEL)[1].transformer
+    new, old = (open_weights(folder / "transformer")[0] for folder in (model, MODEL))
+    assert {n: t.shape for n, t in new.tensors.items()} == {
+        n: t.shape for n, t in old.tensors.items()
+    }
