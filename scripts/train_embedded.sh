@@ -2,15 +2,17 @@
 # Trains the small model of the package on CPUs, in stages; run it again to go on where it stopped.
 # Usage: scripts/train_embedded.sh [WORK_FOLDER]      the model ends up in WORK_FOLDER/model
 #
-#   stage      what                                      steps  batch      CPU seconds a step
+#   stage      what                                             steps  batch      seconds a step
 #   blank      sizes, tokenizer, random weights
-#   pictures   autoencoder on single frames                800  16 x 1     1.4
-#   clips      autoencoder on clips of 9 frames           1500   4 x 9     3.0
-#   shared     one transformer for all noise levels       5000  32 clips   0.8
-#   model      two experts, forked from it, in turn       4000  32 clips   0.8
+#   pictures   autoencoder on single frames, around a shape      1500  32 x 1     0.3
+#   windows    autoencoder on 9 frames, around a shape           1200   8 x 9     0.9
+#   clips      autoencoder on whole clips of 9 frames             300   4 x 9     1.2
+#              (goes on only if it reaches 30 dB and keeps 97 % of the shapes apart)
+#   shared     one transformer for all noise levels              3700  32         0.5
+#   model      two experts, forked from it, in turn              1800  32         0.5
 #
-# Two cores do about 1.8 CPU seconds in a second: 2 hours 10 minutes in all, with 10 minutes to encode
-# 16,384 clips and 5 to compile.
+# The seconds are those of two CPU cores. The autoencoder keeps both busy only as two devices with
+# half of a batch each; the transformer is too small to gain from that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh ""
@@ -18,15 +20,16 @@ work=${1:-outputs/embedded}
 config=configs/train_embedded.yml
 mkdir -p "$work"
 
-stage() {  # stage NAME MODULE FROM [key=value ...]: trains $work/FROM into $work/NAME, once
-  local name=$1 module=$2 from=$3
-  shift 3
+stage() {  # stage DEVICES NAME MODULE FROM [key=value ...]: trains $work/FROM into $work/NAME, once
+  local devices=$1 name=$2 module=$3 from=$4
+  shift 4
   if [ -e "$work/$name/model_index.json" ]; then
     echo "stage $name: done before"
     return
   fi
   echo "stage $name: $(date +%T)"
-  .venv/bin/python -m "maxdiffusion.$module" "$config" \
+  JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$devices \
+    .venv/bin/python -m "maxdiffusion.$module" "$config" ici_data_parallelism="$devices" \
     pretrained_model_name_or_path="$work/$from" export_dir="$work/$name" \
     checkpoint_dir="$work/$name-checkpoints" metrics_file="$work/$name.jsonl" \
     latent_cache_dir="$work/latents" output_dir="$work/$name-samples" \
@@ -44,14 +47,18 @@ from maxdiffusion.weights.folder import locate
 write_blank_model(locate("embedded")[0], Path(sys.argv[1]), seed=0)
 PYTHON
 fi
-stage pictures train_wan_vae blank num_frames=1 synthetic_window=32 global_batch_size=32 \
-  max_train_steps=1500
-stage windows train_wan_vae pictures num_frames=9 synthetic_window=32 global_batch_size=8 \
-  max_train_steps=1200
-stage clips train_wan_vae windows num_frames=9 global_batch_size=4 max_train_steps=300 \
-  learning_rate=5e-4
+stage 2 pictures train_wan_vae blank num_frames=1 synthetic_window=32 global_batch_size=32 \
+  max_train_steps=1500 synthetic_clips=65536
+stage 2 windows train_wan_vae pictures synthetic_window=32 global_batch_size=8 \
+  max_train_steps=1200 learning_rate=8e-4 synthetic_clips=65536
+stage 2 clips train_wan_vae windows global_batch_size=4 \
+  max_train_steps=300 learning_rate=4e-4 synthetic_clips=65536
 .venv/bin/python scripts/score_embedded.py "$work/clips" --autoencoder
-stage shared train_wan clips train_experts=shared max_train_steps=5000 sample_every=1000
-stage model train_wan shared train_experts=both max_train_steps=4000 sample_every=1000 \
-  learning_rate=8e-4 text_encoder_learning_rate=2e-4
+# The rate of the first of the next two stages does not fall to zero: the second goes on from it.
+stage 1 shared train_wan clips train_experts=shared \
+  max_train_steps=3700 learning_rate_schedule_steps=7000
+stage 1 model train_wan shared train_experts=both \
+  max_train_steps=1800 learning_rate=1.2e-3 text_encoder_learning_rate=4e-4 \
+  weights_dtype=bfloat16
 .venv/bin/python scripts/score_embedded.py "$work/model"
+.venv/bin/python scripts/score_embedded.py "$work/model" --pairs
