@@ -211,7 +211,7 @@ def attend_columns(plan: AttentionPlan, q: Columns, k: Columns, v: Columns) -> A
     exchange, kernel, width = plan.exchange, plan.kernel, plan.problem.head_dim
     batch, _, columns = q.values.shape
     places = exchange.places(batch, columns // width)
-    settings = {"head_dim": width, "interpret": kernel.site.interpret}
+    settings: dict[str, Any] = {"head_dim": width, "interpret": kernel.site.interpret}
     keys = GlobalKeys(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
     with jax.named_scope("rope"):
         placed = [place_heads(part, places, **settings) for part in (q, k, v)]
@@ -223,13 +223,13 @@ def attend_columns(plan: AttentionPlan, q: Columns, k: Columns, v: Columns) -> A
 def placement(columns: Columns, spec: PartitionSpec) -> Columns:
     """Where every part of `columns` lies, given where their heads do."""
     turn = None if columns.cosines is None else PartitionSpec(spec[1], None)
-    return replace(
-        columns,
-        values=columns_spec(spec),
-        gain=None if columns.gain is None else PartitionSpec(),
-        cosines=turn,
-        sines=turn,
-    )
+    specs: dict[str, Any] = {
+        "values": columns_spec(spec),
+        "gain": None if columns.gain is None else PartitionSpec(),
+        "cosines": turn,
+        "sines": turn,
+    }
+    return replace(columns, **specs)
 
 
 def as_columns(x: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:

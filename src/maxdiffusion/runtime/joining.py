@@ -78,7 +78,7 @@ def find_place(stated: Mapping[str, Any], *, patience: Patience) -> Place | None
     if None in found.values():
         try:
             detected = ClusterEnv.auto_detect_unset_distributed_params(
-                *(found[name] for name in (ADDRESS, PROCESSES, PROCESS)), None, None, patience.join
+                found[ADDRESS], found[PROCESSES], found[PROCESS], None, None, patience.join
             )
         except Exception as error:  # every kind of cluster has its own ways to fail
             raise CannotJoin(

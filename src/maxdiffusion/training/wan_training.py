@@ -231,7 +231,8 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
 def _brings_its_own(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
     """Whether the devices of every process work on as many rows as it brings, and on no others'."""
     held: dict[int, set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in placed.items():
         held.setdefault(device.process_index, set()).update(range(*index[0].indices(shape[0])))
     shares = list(held.values())
     return sum(map(len, shares)) == shape[0] and len({*map(len, shares)}) == 1

@@ -7,7 +7,7 @@ own     what only this process holds, it reads itself
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -55,7 +55,8 @@ def route(final: Sharding, shape: tuple[int, ...], nbytes: int, *, small_bytes: 
 def _is_distinct(sharding: Sharding, shape: tuple[int, ...]) -> bool:
     """Whether no two processes hold the same elements."""
     holders: dict[str, set[int]] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
+    for device, index in placed.items():
         holders.setdefault(str(index), set()).add(device.process_index)
     return all(len(processes) == 1 for processes in holders.values())
 

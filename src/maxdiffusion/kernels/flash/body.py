@@ -78,6 +78,7 @@ def _start_state(step: Step, head: int) -> None:
 def _carry_on(step: Step, head: int) -> Array:
     """Takes over o and l of earlier keys; returns the reference that they are relative to."""
     plan, state, before = step.plan, step.refs.state, step.refs.before
+    assert before is not None
     o, m, l = step.of_head(before.o, head)[...].T, before.m[head], before.l[head]  # noqa: E741
     if plan.shape.q_len % plan.blocks.block_q:
         # Past the array lie arbitrary bits, which must not reach the maximum over all queries.

@@ -121,7 +121,8 @@ def _call(
     # Under shard_map the result varies over the mesh axes that the columns vary over.
     varies = jax.typeof(first).manual_axis_type
     shapes = [jax.ShapeDtypeStruct(out, first.dtype, manual_axis_type=varies) for out in outputs]
-    moved = sum(x.size * x.dtype.itemsize for x in (*inputs, *shapes))
+    touched: list[Any] = [*inputs, *shapes]
+    moved = sum(x.size * x.dtype.itemsize for x in touched)
     return pl.pallas_call(
         kernel,
         grid=(pl.cdiv(first.shape[1], block_rows),),
@@ -155,7 +156,7 @@ def _place(columns: Columns, places: Places, head_dim: int, *refs: Any) -> None:
                 factor = _inverse_rms(values, batch, rows, head_dim, columns.eps)
             for head, (array, block, slot) in enumerate(row_places):
                 x = values[batch, rows, _lanes(head, head_dim)]
-                if factor is not None:
+                if gain is not None and factor is not None:
                     wide = x.astype(jnp.float32) * factor * gain[:, _lanes(head, head_dim)]
                     x = wide.astype(x.dtype)
                 if turn:

@@ -1,6 +1,7 @@
 """One block of the transformer: self-attention, attention to the text, feed-forward."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ class SelfAttention(Projections):
         self, x: Float[Array, "B S D"], step: StepContext, layout: ActivationLayout
     ) -> tuple[Columns, Columns, Columns]:
         """Queries and keys, to be turned by their positions, and values."""
-        turn = {"cosines": step.cosines, "sines": step.sines}
+        turn: dict[str, Any] = {"cosines": step.cosines, "sines": step.sines}
         queries, keys = (replace(part, **turn) for part in (self.queries(x), self.keys(x)))
         return pinned(queries, layout), pinned(keys, layout), pinned(self.values(x), layout)
 
