@@ -51,6 +51,7 @@ def arguments(tmp_path, *more):
         "width=32",
         "seed=0",
         "synthetic_clips=8",
+        "synthetic_pair_share=0",
         "global_batch_size=8",
         "ici_data_parallelism=8",
         f"latent_cache_dir={tmp_path / 'cache'}",
