@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from training import toy_run
-from training.full_disk import limit_files
 
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.training.checkpoints import Checkpoints, fingerprints
@@ -28,16 +27,16 @@ def whole(tmp_path_factory):
     return toy_run.summary(state)
 
 
-def process(folder, seconds=0.0, **options):
-    command = [sys.executable, toy_run.__file__, str(folder), str(STEPS), str(seconds)]
+def process(folder, *limits):
+    command = [sys.executable, toy_run.__file__, *map(str, (folder, STEPS, *limits))]
     # The same compiler settings as in this process, so that bits can be compared.
     environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **options)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def end_process_at(folder, step, how):
     """Runs until a step is done, sends a signal, and returns what was said after it."""
-    with process(folder, seconds=0.2) as running:
+    with process(folder, 0.2) as running:
         for line in running.stdout:
             if line.strip() == f"step {step}":
                 running.send_signal(how)
@@ -106,7 +105,7 @@ def test_a_checkpoint_without_a_list_of_its_files_is_read(whole, tmp_path):
 def test_a_full_disk_keeps_the_last_whole_checkpoint(whole, tmp_path):
     toy_run.run(tmp_path, 4)
     # In a process of its own: orbax leaves writes behind that fail in threads of their own.
-    with process(tmp_path, preexec_fn=lambda: limit_files(10_000)) as full:
+    with process(tmp_path, 0.0, 10_000) as full:
         said = full.stdout.read()
     assert full.returncode == 7
     assert "the last whole one is of step 4" in said

@@ -1,9 +1,12 @@
 """A run of a toy model, started by the tests as a process that can be killed.
 
-python toy_run.py FOLDER STEPS [SECONDS PER STEP]     prints every step, and the end as JSON
+python toy_run.py FOLDER STEPS [SECONDS PER STEP [BYTES THAT A FILE MAY HAVE]]
+
+prints every step, and the end as JSON.
 """
 
 import json
+import resource
 import sys
 import time
 from pathlib import Path
@@ -78,6 +81,9 @@ def summary(state):
 def main():
     folder, steps = sys.argv[1], int(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
+    if len(sys.argv) > 4:
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), hard))
     try:
         state, said = run(
             folder, steps, seconds=seconds, report=lambda f: print("step", f.step, flush=True)
