@@ -128,8 +128,12 @@ def test_a_seed_gives_the_same_video_on_one_device_and_on_eight(
     # Seed 3 + 1 of the one run is seed 4 of the other.
     many, _ = read_video(on_eight_devices.folder / "wan_output_3_1.mp4")
     one, _ = read_video(of_a_prompts_file.folder / "wan_output_4_0.mp4")
-    # Frames may differ by one level where float32 sums round otherwise, and so may the codec.
-    assert np.abs(many.astype(int) - one).mean() < 0.1
+    other, _ = read_video(on_eight_devices.folder / "wan_output_3_0.mp4")
+    # A level that rounds otherwise may change what the codec keeps of plain areas: a level or two
+    # (frames before the codec are compared in tests/pipelines). Another seed is another video.
+    apart = np.abs(many.astype(int) - one).mean()
+    assert apart < 2
+    assert apart < np.abs(other.astype(int) - one).mean() / 4
 
 
 def test_the_plan_is_said_before_the_run(on_eight_devices: Run) -> None:

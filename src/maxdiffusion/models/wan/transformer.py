@@ -121,10 +121,11 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B D"], StepContext]:
         """Tokens, the embedded time, and what all blocks share."""
+        grid = self.grid(latents_BFYXC)
         with jax.named_scope("embed"):
             tokens = self.embed(latents_BFYXC, length, layout)
             time_BD, modulation_BKD = self.time_embedding(timestep_B)
-        cosines_SK, sines_SK = self.rotations(self.grid(latents_BFYXC), length)
+        cosines_SK, sines_SK = self.rotations(grid, length)
         step = StepContext(modulation=modulation_BKD, cosines=cosines_SK, sines=sines_SK)
         return tokens, time_BD, step
 
