@@ -108,6 +108,7 @@ def test_a_full_disk_keeps_the_last_whole_checkpoint(whole, tmp_path):
     with process(tmp_path, 0.0, 10_000) as full:
         said = full.stdout.read()
     assert full.returncode == 7
+    assert "the checkpoint of step 8 could not be written" in said
     assert "the last whole one is of step 4" in said
     assert "Make room there" in said
     assert [folder.name for folder in tmp_path.iterdir()] == ["4"]

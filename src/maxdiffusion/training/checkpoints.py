@@ -59,7 +59,7 @@ class Checkpoints:
         self.folder = place(os.fspath(folder))
         self._keep = keep
         self._say = say
-        self._writing: int | None = None
+        self._writing = 0
         try:
             self._manager = self._open()
         except OSError as error:
@@ -71,6 +71,7 @@ class Checkpoints:
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
         """Writes the state; returns when it may change, while files are still written."""
+        self.wait()  # what went wrong with the one before is said of that one
         step = self._writing = int(state.step)
         arrays = flat_arrays(state)
         notes = {"data": dict(data), "fingerprints": fingerprints(arrays)}
@@ -93,7 +94,7 @@ class Checkpoints:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
         except (OSError, ValueError, RuntimeError) as error:
-            raise self._failed(None, error) from error
+            raise self._failed(self._writing, error) from error
 
     def close(self) -> None:
         """Waits, and frees the threads."""
@@ -187,16 +188,16 @@ class Checkpoints:
         names = (f"{DAMAGED}{step}{'' if number == 1 else f'-{number}'}" for number in count(1))
         return next(name for name in names if not (self.folder / name).exists())
 
-    def _failed(self, step: int | None, error: Exception) -> CheckpointFailed:
+    def _failed(self, step: int, error: Exception) -> CheckpointFailed:
         """The error for a checkpoint that could not be written; what there is of it is removed."""
         self._remove_unfinished()
-        which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         last = self.steps[-1] if self.steps else None
         kept = (
             "there is none before it" if last is None else f"the last whole one is of step {last}"
         )
         return CheckpointFailed(
-            f"{which} could not be written to {self.folder} ({first_line(error)}); {kept}. "
+            f"the checkpoint of step {step} could not be written to {self.folder} "
+            f"({first_line(error)}); {kept}. "
             "Make room there, or set another checkpoint_dir, and start the same command again."
         )
 
