@@ -23,7 +23,7 @@ from maxdiffusion.kernels.flash import (
 TABLE = Path(__file__).with_name("compiler_vmem.csv")
 TOKENS = 75_600
 HEADS = 8
-KINDS = ("masked", "lengths", "partials")
+KINDS = ("masked", "lengths", "partials", "carried")
 BLOCKS = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "heads_per_tile")
 USED = re.compile(r'"used_scoped_memory_configs":\[\{[^]]*?"size":"(\d+)"')
 
@@ -74,7 +74,7 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from maxdiffusion.kernels.flash import FixedMBounds
+    from maxdiffusion.kernels.flash import FixedMBounds, Partials
     from maxdiffusion.kernels.flash.call import run
     from maxdiffusion.kernels.flash.inputs import kernel_inputs
 
@@ -84,11 +84,12 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
     def array(*sizes: int, dtype: Any = shape.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=where)
 
-    def call(q: Any, k: Any, v: Any, lengths: Any, mask: Any, bounds: Any) -> Any:
-        return run(plan, kernel_inputs(plan, (q, k, v), lengths, mask, bounds))
+    def call(q: Any, k: Any, v: Any, lengths: Any, mask: Any, bounds: Any, before: Any) -> Any:
+        return run(plan, kernel_inputs(plan, (q, k, v), lengths, mask, bounds, before))
 
     keys = array(shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
     per_head = (shape.batch, shape.heads)
+    per_query = (shape.batch, shape.q_len, shape.heads)
     arguments = (
         array(shape.batch, shape.q_len, shape.heads, shape.head_dim),
         *(keys, keys),
@@ -96,6 +97,12 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
         array(shape.batch, shape.kv_len, dtype="bool") if plan.masked else None,
         FixedMBounds(array(*per_head, dtype="float32"), array(*per_head, dtype="bool"))
         if plan.fixed_m
+        else None,
+        Partials(
+            array(*per_query, shape.head_dim, dtype="float32"),
+            *(array(*per_query, dtype="float32") for _ in "ml"),
+        )
+        if plan.carried
         else None,
     )
     with jax.set_mesh(mesh):

@@ -1,5 +1,6 @@
 """Every rule about sizes is checked before anything is traced, all at once and in words."""
 
+import jax.numpy as jnp
 import pytest
 
 from maxdiffusion.kernels.flash import (
@@ -85,3 +86,22 @@ def test_heads_must_share_evenly() -> None:
 def test_fixed_m_counts_keys() -> None:
     (found,) = refused(shape(kv_len=2**21), blocks(), softmax=FixedM())
     assert "must be at most 1048576 for fixed-m softmax. Use Online()" in found
+
+
+def test_arrays_that_do_not_go_together_are_refused() -> None:
+    q, k = jnp.zeros((2, 8, 4, 16)), jnp.zeros((2, 8, 4, 16))
+    for changed, messages in (
+        ((q[0], k, k), ["must be [B, S, N, H]"]),
+        ((q, k, k[:, :4]), ["must be [B, S, N, H]"]),
+        ((q, k[:1], k[:1]), ["must share the batch and the head features"]),
+        ((q, k, k.astype(jnp.bfloat16)), ["must have one dtype"]),
+        (
+            (q, k[..., :8], k[..., :8].astype(jnp.bfloat16)),
+            ["must share the batch and the head features", "must have one dtype"],
+        ),
+    ):
+        with pytest.raises(UnsupportedFlash) as refused:
+            FlashShape.of(*changed)
+        assert len(refused.value.reasons) == len(messages)
+        for reason, message in zip(refused.value.reasons, messages, strict=True):
+            assert message in reason
