@@ -11,10 +11,8 @@ from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.profiles import profile_notes
 from maxdiffusion.commands.training_data import ClipStore, as_clip_batch
 from maxdiffusion.commands.training_models import first
-from maxdiffusion.commands.training_models import vae_of as vae_of
 from maxdiffusion.commands.training_results import Model, SampleVideos, export
-from maxdiffusion.commands.training_run import Run, figures_of, train_steps
-from maxdiffusion.commands.training_run import reporter as reporter
+from maxdiffusion.commands.training_run import Run, train_steps
 from maxdiffusion.commands.training_settings import batch_shape, missing_folders, wan_training
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
@@ -27,7 +25,6 @@ from maxdiffusion.runtime.libtpu_flags import describe_flags
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.training.data import Batches, Order
 from maxdiffusion.training.flops import FORMULA
-from maxdiffusion.training.metrics import MetricsWriter, Work
 from maxdiffusion.training.sized_steps import SizedTraining
 from maxdiffusion.training.wan_training import StoredText, Tokens
 from maxdiffusion.weights.folder import ModelFolder
@@ -138,8 +135,3 @@ def start_up_plan(job: TrainingJob) -> str:
             f"TFLOP/s count {FORMULA}",
         ]
     )
-
-
-def metrics_writer(config: Config, work: Work) -> MetricsWriter:
-    """Where the figures of a run go."""
-    return figures_of(config)

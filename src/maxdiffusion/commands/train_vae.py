@@ -8,24 +8,25 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from maxdiffusion.commands.generate import say, use_cache
-from maxdiffusion.commands.profiles import profile_plan
-from maxdiffusion.commands.train import metrics_writer, reporter, vae_of
-from maxdiffusion.commands.training_settings import optimiser, training_mesh, windows
+from maxdiffusion.commands.training_models import vae_of
+from maxdiffusion.commands.training_run import Run, train_steps
+from maxdiffusion.commands.training_settings import (
+    missing_folders,
+    optimiser,
+    training_mesh,
+    windows,
+)
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.profile_checks import profile_problems
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
-from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
+from maxdiffusion.runtime.disk import writing
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.runtime.profiling import Profiler
-from maxdiffusion.runtime.progress import steps_bar
 from maxdiffusion.training.blank import vae_json
-from maxdiffusion.training.checkpoints import Checkpoints
 from maxdiffusion.training.data import Batches, Order
 from maxdiffusion.training.export import NewPart, export_model
 from maxdiffusion.training.latent_cache import CaptionedClips
-from maxdiffusion.training.loop import Loop, LoopPlan
-from maxdiffusion.training.metrics import Work
 from maxdiffusion.training.parts import Part, Values
 from maxdiffusion.training.sources import as_signed
 from maxdiffusion.training.state import TrainState, first_state, place_values
@@ -45,66 +46,38 @@ def train_vae(reading: Reading) -> None:
     training = VaeTraining(
         config=spec.vae, optimiser=optimiser(config), mesh=training_mesh(config, None)
     )
-    _, values = vae_of(folder, spec)
-    values = place_values(values, training.part, training.mesh)
+    values = first_values(config, training, folder, spec)
     state = first_state({VAE: values}, training.optimiser, seed=config.seed, mesh=training.mesh)
     captioned = windows(config)
     order = Order(batch=config.global_batch_size or 8, seed=config.seed)
-    batches = Batches(captioned, order)
-    checkpoints = Checkpoints(Path(config.checkpoint_dir), keep=config.keep_checkpoints, say=say)
-    try:
-        state = run(config, training, batches, checkpoints, state)
-    finally:
-        checkpoints.close()
+    run = Run(
+        programs={VAE: training.step()},
+        program_at=lambda step: VAE,
+        batches=Batches(captioned, order),
+    )
+    state = train_steps(config, run, state)
     if config.export_dir:
         export(config, training, state, captioned, folder)
 
 
 def check(config: Config, earlier: list[Problem]) -> None:
     """Raises what stands between a config and a training."""
-    problems = [*earlier, *profile_problems(config, "max_train_steps")]
-    if not config.checkpoint_dir:
-        rule, remedy = "training needs a folder of its own", "Set checkpoint_dir=FOLDER"
-        problems.append(Problem(name="checkpoint_dir", value="", rule=rule, remedy=remedy))
+    problems = [
+        *earlier,
+        *profile_problems(config, "max_train_steps"),
+        *missing_folders(config, "checkpoint_dir"),
+    ]
     if problems:
         raise ProblemsFound(problems)
 
 
-def run(
-    config: Config,
-    training: VaeTraining,
-    batches: Batches,
-    checkpoints: Checkpoints,
-    state: TrainState,
-) -> TrainState:
-    """The state after the last step."""
-    restored = checkpoints.restore(state)
-    if restored is not None:
-        state = restored.state
-        batches.seek(restored.data)
-        say(f"continuing after step {int(state.step)} from {checkpoints.folder}")
-    metrics = metrics_writer(config, Work())
-    metrics.start(int(state.step))
-    plan = LoopPlan(
-        steps=config.max_train_steps,
-        checkpoint_every=max(0, config.checkpoint_every),
-        program_at=lambda step: VAE,
-    )
-    try:
-        with steps_bar("Training", max(0, plan.steps - int(state.step))) as advance:
-            report = reporter(metrics, advance, plan.steps)
-            programs = {VAE: training.step()}
-            loop = Loop(
-                plan,
-                programs,
-                batches,
-                checkpoints=checkpoints,
-                report=report,
-                profiler=Profiler(profile_plan(config)),
-            )
-            return loop.run(state)
-    finally:
-        metrics.close()
+def first_values(
+    config: Config, training: VaeTraining, folder: ModelFolder, spec: WanSpec
+) -> Values:
+    """The parameters before the first step: those of the folder, or new ones."""
+    if config.train_from_scratch:
+        return training.first_values(config.seed)
+    return place_values(vae_of(folder, spec)[1], training.part, training.mesh)
 
 
 def export(
@@ -129,8 +102,11 @@ def export(
         table=vae_map(measured),
         config={**folder.configs[VAE], **vae_json(measured)},
     )
-    export_model(folder.root, Path(config.export_dir).expanduser(), {VAE: part})
-    say(f"wrote {config.export_dir}: {np.mean(decibels):.2f} dB on {len(latents) * AT_ONCE} clips")
+    target = Path(config.export_dir).expanduser()
+    with writing("the trained model", target):
+        export_model(folder.root, target, {VAE: part})
+    count = sum(map(len, latents))
+    say(f"wrote {config.export_dir}: {np.mean(decibels):.2f} dB on {count} clips")
 
 
 def there_and_back(part: Part[WanVae]) -> Callable[..., tuple[Array, Array]]:
