@@ -182,15 +182,30 @@ GIVES_WAY = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(set(ATTENTION_NAMES) - {"cudnn_flash_te", "dot_product"}))
-def test_short_sequences_give_way_to_dot_product_for_the_listed_names(name):
-    options = AttentionOptions(flash_min_seq_length=4096)
-    plan = plan_attention(name, problem(), mesh_of((1, 1, 2, 2, 1)), options)
-    assert plan.runs == ("dot_product" if name in GIVES_WAY else name)
-    if name in GIVES_WAY:
-        assert "runs as dot_product: 64 tokens are fewer than flash_min_seq_length=4096" in (
-            plan.describe()
-        )
+RUN_HERE = sorted(set(ATTENTION_NAMES) - {"cudnn_flash_te", "dot_product"})
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+@pytest.mark.parametrize("kv_len", [64, 8192])
+@pytest.mark.parametrize("q_len", [64, 8192])
+@pytest.mark.parametrize("planned", [plan_attention, plan_cross_attention], ids=["self", "text"])
+def test_few_queries_or_keys_give_way_to_dot_product_for_the_listed_names(
+    planned, name, q_len, kv_len
+):
+    sizes, mesh = problem(q_len=q_len, kv_len=kv_len), mesh_of((1, 1, 2, 2, 1))
+    plan = planned(name, sizes, mesh, AttentionOptions(flash_min_seq_length=4096))
+    first = plan.describe().splitlines()[0]
+    why = "64 tokens are fewer than flash_min_seq_length=4096"
+    if q_len == kv_len == 8192:
+        assert (plan.runs, first) == (name, f"attention {name}")
+    elif name in GIVES_WAY:
+        assert (plan.runs, plan.kernel.title) == ("dot_product", "dense einsum")
+        assert first == f"attention {name} runs as dot_product: {why}"
+    else:
+        assert plan.runs == name
+        assert first == f"attention {name}: {why}, to which this name is not held"
+    unlimited = planned(name, sizes, mesh, AttentionOptions(flash_min_seq_length=0))
+    assert (unlimited.runs, unlimited.note) == (name, "")
 
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION_NAMES) - {"cudnn_flash_te"}))
@@ -202,19 +217,6 @@ def test_cross_attention_keeps_text_local(name):
     assert plan.padded_kv_len == 20
     assert plan.kernel.softmax in ("online", "float32")
     assert "0.00 MiB sent per device" in plan.describe()
-    short = plan_cross_attention(
-        name, problem(kv_len=20), mesh, AttentionOptions(flash_min_seq_length=4096)
-    )
-    assert short.runs == "dot_product"
-
-
-def test_our_kernel_takes_short_text_of_long_videos():
-    options = AttentionOptions(flash_min_seq_length=4096)
-    sizes, mesh = problem(q_len=8192, kv_len=512), mesh_of((1, 1, 2, 2, 1))
-    kept = plan_cross_attention("ulysses_ring_custom", sizes, mesh, options)
-    assert kept.runs == "ulysses_ring_custom"
-    assert "512 tokens are fewer than flash_min_seq_length=4096, but the 8192" in kept.describe()
-    assert plan_cross_attention("ulysses", sizes, mesh, options).runs == "dot_product"
 
 
 def test_describes_what_runs_and_what_it_costs():

@@ -101,6 +101,9 @@ def test_fixed_m_counts_the_keys_of_a_whole_ring():
     assert str(found) == (
         "kv_len=1210368: fixed-m softmax sums up to 1048576 keys. Use a name without fixed_m."
     )
+    too_many = KernelSizes(batch=1, heads=(5,), q_len=75648, kv_len=2**21)
+    (alone,) = FixedMFlashKernel(kernel_site(sizes=too_many)).limits()
+    assert str(alone).startswith("kv_len=2097152: fixed-m softmax sums up to 1048576 keys.")
 
 
 def test_cudnn_says_what_it_needs():

@@ -44,7 +44,7 @@ def test_a_slice_gets_its_quickest_attention():
 @pytest.mark.parametrize("override", ["ulysses_shards=4", "ici_ring_parallelism=1"])
 def test_a_stated_split_is_kept(override):
     config, _ = settled("ici_data_parallelism=2", override)
-    assert (config.attention, config.ulysses_shards) == ("ulysses_custom", 4)
+    assert (config.attention, config.ulysses_shards) == ("ulysses_ring_custom", 4)
 
 
 def test_another_attention_is_left_alone():

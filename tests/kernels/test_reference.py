@@ -58,6 +58,22 @@ def test_chunks_change_nothing(monkeypatch, shards):
     np.testing.assert_allclose(got, whole, atol=8 * 2**-24)
 
 
+@pytest.mark.parametrize(
+    ("q_len", "heads", "expected"),
+    [
+        (18_904, 40, 278),  # 8 x 17 x 139: 68 chunks, where 47 would do but pad
+        (75_600, 40, 400),
+        (4096, 16, 1024),
+        (4099, 16, 820),  # a prime: five chunks as equal as can be
+        (300, 40, 300),
+    ],
+)
+def test_chunks_divide_the_queries_if_twice_as_many_can(q_len, heads, expected):
+    length = reference.chunk_length(1, q_len, 512, heads)
+    assert length == expected
+    assert 4 * heads * 512 * length <= reference.SCORE_BYTES
+
+
 def test_chunks_have_the_gradient_of_the_whole(monkeypatch):
     q, k, v = arrays()
 

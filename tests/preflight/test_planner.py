@@ -72,7 +72,7 @@ PINNED = {
     ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2, 9472, 2048),
     ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2, 9472, 2048),
     ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4, 9472, 1024),
-    ("v6e:4x4", 8): ("ulysses_custom", 8, 1, 9472, 1024),
+    ("v6e:4x4", 8): ("ulysses_ring_custom", 8, 1, 9472, 1024),
     ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 9472, 1024),
     ("v6e:8x8", 32): ("ulysses_ring_custom", 16, 2, 9472, 1024),
 }

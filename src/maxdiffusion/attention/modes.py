@@ -29,8 +29,8 @@ ExchangeChoice = Callable[[MeshShape, int], Exchange | ByXla]
 class Mode:
     """One row: how devices exchange, and which kernel (with which softmax) runs on a device.
 
-    `cross` is the kernel over text keys, which are local to every device. `gives_way`: below
-    `flash_min_seq_length` self-attention runs `dot_product`.
+    `cross` is the kernel over text keys, which are local to every device. `gives_way`: with fewer
+    queries or keys than `flash_min_seq_length` it runs `dot_product`, over tokens and over text.
     """
 
     exchange: ExchangeChoice

@@ -54,11 +54,10 @@ class FlashBlockSizes:
 class AttentionOptions:
     """Everything about an attention that is not its name, its sizes or its mesh.
 
-    `flash_min_seq_length`: with fewer queries or keys the plan runs `dot_product` (and says so);
-    0 never does. Text is short whatever the video: under the names of our flash kernel it is held
-    to this by its queries alone. `use_experimental_scheduler`: the linear-programming scheduler of
-    the TPU compiler, which helps kernels of one big tile and hurts ours, whose tiles already
-    overlap.
+    `flash_min_seq_length`: with fewer queries or keys, so for text as well, the names that are
+    held to it run `dot_product`; 0 holds none. The plan says what runs.
+    `use_experimental_scheduler`: the linear-programming scheduler of the TPU compiler, which helps
+    kernels of one big tile and hurts ours, whose tiles already overlap.
     `fixed_m_gate`: "measured" gives fixed-m softmax to heads whose norms allow it; "forced", for
     tests, gives it to every head, and outlier heads then lose what the gate would have kept.
     `tuned_sites`: tiles that a search found; they hold where `block_sizes` gives none.

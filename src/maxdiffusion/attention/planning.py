@@ -36,10 +36,8 @@ def plan_attention(
 ) -> AttentionPlan:
     """The plan of `name` for tokens that attend to tokens of the same split sequence."""
     options = options or AttentionOptions()
-    mode = _mode(name)
+    runs, note = _shortness(name, problem, options)
     geometry = Geometry(problem=problem, shape=mesh_shape(mesh))
-    note = _shortness(problem, options) if mode.gives_way else ""
-    runs = DOT_PRODUCT if note else name
     exchange = MODES[runs].exchange(geometry.shape, options.ulysses_attention_chunks)
     return _planned(name, runs, note, geometry, mesh, exchange, options)
 
@@ -49,13 +47,8 @@ def plan_cross_attention(
 ) -> AttentionPlan:
     """The plan of `name` for split tokens that attend to text, which every device has whole."""
     options = options or AttentionOptions()
-    mode = _mode(name)
+    runs, note = _shortness(name, problem, options)
     geometry = Geometry(problem=problem, shape=mesh_shape(mesh), shared_keys=True)
-    note = "" if name == DOT_PRODUCT else _shortness(problem, options)
-    keeps = mode.cross.takes_short_keys and problem.q_len >= options.flash_min_seq_length
-    runs = DOT_PRODUCT if note and not keeps else name
-    if note and keeps:
-        note += f", but the {problem.q_len} queries are not, and our kernel takes any text"
     exchange = ByXla() if runs == DOT_PRODUCT else Stay()
     return _planned(name, runs, note, geometry, mesh, exchange, options)
 
@@ -74,11 +67,16 @@ def _mode(name: str) -> Mode:
     raise UnsupportedAttention(name, [unknown])
 
 
-def _shortness(problem: AttentionProblem, options: AttentionOptions) -> str:
+def _shortness(name: str, problem: AttentionProblem, options: AttentionOptions) -> tuple[str, str]:
+    """The name that runs, and what `flash_min_seq_length` has to do with it, if anything."""
+    mode, limit = _mode(name), options.flash_min_seq_length
     shortest = min(problem.q_len, problem.kv_len)
-    if shortest >= options.flash_min_seq_length:
-        return ""
-    return f"{shortest} tokens are fewer than flash_min_seq_length={options.flash_min_seq_length}"
+    if shortest >= limit or name == DOT_PRODUCT:
+        return name, ""
+    note = f"{shortest} tokens are fewer than flash_min_seq_length={limit}"
+    if mode.gives_way:
+        return DOT_PRODUCT, note
+    return name, f"{note}, to which this name is not held"
 
 
 def _planned(

@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 # Queries are taken in chunks so that one chunk's float32 scores stay within this many bytes.
 SCORE_BYTES = 32 * 2**20
+TILE_ROWS = 8
 
 
 class Partials(NamedTuple):
@@ -76,10 +77,16 @@ def dense_attention(
 
 
 def chunk_length(batch: int, q_len: int, kv_len: int, heads: int) -> int:
-    """How many queries at once keep the scores within SCORE_BYTES, in chunks of equal length."""
+    """How many queries at once keep the scores within SCORE_BYTES.
+
+    Up to twice as many chunks as needed if they then divide the queries, best in whole tiles:
+    padded queries are copied twice, 15 % of attention to 512 keys on a TPU.
+    """
     most = max(1, SCORE_BYTES // (4 * batch * heads * kv_len))
-    chunks = math.ceil(q_len / most)
-    return math.ceil(q_len / chunks)
+    fewest = math.ceil(q_len / most)
+    even = [q_len // n for n in range(fewest, min(2 * fewest, q_len) + 1) if q_len % n == 0]
+    tiled = [length for length in even if length % TILE_ROWS == 0]
+    return next(iter(tiled or even), math.ceil(q_len / fewest))
 
 
 def chunked_attention(

@@ -21,7 +21,9 @@ from maxdiffusion.preflight.links import network
 from maxdiffusion.preflight.topology import Topology
 
 # All exact for every head; fixed-m is left to who asks for it, since its gain depends on norms.
-NAMES = ("ulysses_custom", "ulysses_ring_custom", "ulysses_ring_custom_bidir")
+# None is held to flash_min_seq_length, so that text goes through our kernel too: with a ring of one
+# the first is the program of ulysses_custom, which is held to it.
+NAMES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
 
 # Estimates that are closer than this are a tie: the model is not more exact.
 TIE = 1.03
@@ -112,8 +114,8 @@ def explain(found: Sequence[Choice]) -> str:
 
 def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
     for name in NAMES:
-        if (name == "ulysses_custom") != (shape.ring == 1):
-            continue  # a ring of one is the same program under another name
+        if name != NAMES[0] and shape.ring == 1:
+            continue  # a ring of one is the same program under every name
         try:
             plan = _plan(task, name, shape)
             text = replace(task.problem, kv_len=task.text_length)

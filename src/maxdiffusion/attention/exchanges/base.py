@@ -1,6 +1,5 @@
 """What an exchange between context devices is, and the two that move no queries."""
 
-import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -50,19 +49,8 @@ class Exchange(Protocol):
         """What else than tokens is padded, or nothing."""
 
 
-class HeadsAtHome(abc.ABC):
+class HeadsAtHome(Exchange):
     """An exchange that moves no heads: their places are where they are."""
-
-    @abc.abstractmethod
-    def __call__(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        keys: GlobalKeys,
-        kernel: DeviceKernel,
-    ) -> Float[Array, "B S N H"]:
-        """The attention of this device's queries over all keys."""
 
     def places(self, batch: int, heads: int) -> Places:
         """Every head where it is."""

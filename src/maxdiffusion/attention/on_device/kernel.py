@@ -30,7 +30,6 @@ class DeviceKernel(abc.ABC):
     title = ""
     softmax = "online"
     differentiable = False
-    takes_short_keys = False  # whether a few hundred keys suit it as well as dense attention
 
     @abc.abstractmethod
     def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:

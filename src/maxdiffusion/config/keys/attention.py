@@ -42,7 +42,8 @@ KEYS = (
         "flash_min_seq_length",
         Integer(minimum=0),
         4096,
-        "Sequences of queries or keys shorter than this use dot_product.",
+        "With fewer queries or keys (text has 512) flash, tokamax_flash, ulysses, ulysses_custom, "
+        "ulysses_custom_fixed_m and ulysses_ring run dot_product; 0 = never.",
     ),
     used(
         "ulysses_shards",

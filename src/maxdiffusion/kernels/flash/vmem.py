@@ -70,7 +70,7 @@ def vmem_problems(plan: KernelPlan) -> Sequence[Problem]:
     if need > room:
         blocks = f"block_q={plan.blocks.block_q}, block_kv={plan.blocks.block_kv}"
         rule = f"needs {need / MIB:.1f} MiB of VMEM, more than the {room / MIB:.1f} MiB it may use"
-        remedy = "Use a smaller block_q, block_kv, block_q_compute or heads_per_tile"
+        remedy = "Use a smaller block_q, block_kv or heads_per_tile"
         if need <= CHIPS[chip]:
             remedy += f", or raise vmem_limit_bytes to {need}"
         problems.append(Problem(name="blocks", value=blocks, rule=rule, remedy=remedy))
