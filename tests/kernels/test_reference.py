@@ -47,14 +47,21 @@ def test_rows_without_keys_are_zero_and_so_is_their_gradient():
     assert not any(np.any(grad) for grad in jax.grad(loss, argnums=(0, 1, 2))(q, k, v))
 
 
+@pytest.mark.parametrize("pair_shards", [1, 2])
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_chunks_change_nothing(monkeypatch, shards):
+def test_chunks_change_nothing(monkeypatch, shards, pair_shards):
     q, k, v = arrays()
     whole = reference.dense_attention(q, k, v, scale=SCALE, valid=MASK)
     # 14 keys x 3 heads x 2 batch rows x 4 bytes: three queries at a time.
-    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4)
-    assert reference.chunk_length(2, 20 // shards, 14, 3) < 20 // shards
-    got = reference.chunked_attention(q, k, v, scale=SCALE, valid=MASK, sequence_shards=shards)
+    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4 // pair_shards)
+    assert reference.chunk_length(6 // pair_shards, 20 // shards, 14) < min(20 // shards, 4)
+    got = reference.chunked_attention(
+        *(q, k, v),
+        scale=SCALE,
+        valid=MASK,
+        sequence_shards=shards,
+        pair_shards=pair_shards,
+    )
     np.testing.assert_allclose(got, whole, atol=8 * 2**-24)
 
 
@@ -69,7 +76,7 @@ def test_chunks_change_nothing(monkeypatch, shards):
     ],
 )
 def test_chunks_divide_the_queries_if_twice_as_many_can(q_len, heads, expected):
-    length = reference.chunk_length(1, q_len, 512, heads)
+    length = reference.chunk_length(heads, q_len, 512)
     assert length == expected
     assert 4 * heads * 512 * length <= reference.SCORE_BYTES
 

@@ -76,13 +76,13 @@ def dense_attention(
     return normalise(partial.o, partial.l).astype(q.dtype)
 
 
-def chunk_length(batch: int, q_len: int, kv_len: int, heads: int) -> int:
-    """How many queries at once keep the scores within SCORE_BYTES.
+def chunk_length(pairs: int, q_len: int, kv_len: int) -> int:
+    """How many queries of so many (batch, head) pairs keep their scores within SCORE_BYTES.
 
     Up to twice as many chunks as needed if they then divide the queries, best in whole tiles:
     padded queries are copied twice, 15 % of attention to 512 keys on a TPU.
     """
-    most = max(1, SCORE_BYTES // (4 * batch * heads * kv_len))
+    most = max(1, SCORE_BYTES // (4 * pairs * kv_len))
     fewest = math.ceil(q_len / most)
     even = [q_len // n for n in range(fewest, min(2 * fewest, q_len) + 1) if q_len % n == 0]
     tiled = [length for length in even if length % TILE_ROWS == 0]
@@ -97,16 +97,18 @@ def chunked_attention(
     scale: float,
     valid: Bool[Array, "B T"] | None = None,
     sequence_shards: int = 1,
+    pair_shards: int = 1,
 ) -> Float[Array, "B S N H"]:
     """`dense_attention` a chunk of queries at a time.
 
     `sequence_shards`: the query dimension may be split over so many devices; each chunk then takes
-    the same share of every device's queries, and the compiler need not move any.
+    the same share of every device's queries, and the compiler need not move any. `pair_shards`:
+    over how many devices batch and heads are split, which hold as much less of a chunk's scores.
     """
     batch, q_len, heads, width = q.shape
     local = q_len // sequence_shards
     assert local * sequence_shards == q_len, (q_len, sequence_shards)
-    chunk = chunk_length(batch, local, k.shape[1], heads)
+    chunk = chunk_length(math.ceil(batch * heads / pair_shards), local, k.shape[1])
     if chunk == local:
         return dense_attention(q, k, v, scale=scale, valid=valid)
     chunks = math.ceil(local / chunk)

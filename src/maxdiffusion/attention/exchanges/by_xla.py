@@ -32,6 +32,7 @@ class ByXla:
         true_length = geometry.problem.kv_len
         padded = true_length < k.shape[1]
         keys = KeyShard(length=true_length if padded else None, mask=kv_mask)
+        here = geometry.local_batch * geometry.local_heads
         with jax.named_scope("kernel"):
             out = chunked_attention(
                 q,
@@ -40,6 +41,7 @@ class ByXla:
                 scale=geometry.problem.scale,
                 valid=keys.valid(k.shape[0], k.shape[1]),
                 sequence_shards=geometry.shape.context,
+                pair_shards=q.shape[0] * q.shape[2] // here,
             )
         return self._placed(out, geometry.q_spec, geometry)
 
