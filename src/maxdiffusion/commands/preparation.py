@@ -17,7 +17,7 @@ from maxdiffusion.commands.pipeline_settings import (
 from maxdiffusion.commands.tile_search import search_before_run, tile_notes
 from maxdiffusion.commands.weight_placement import SPREAD, settle_weights
 from maxdiffusion.config.config import Config
-from maxdiffusion.config.features import model_refusal
+from maxdiffusion.config.features import attention_problems, model_refusal
 from maxdiffusion.config.job import Job
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.validation import (
@@ -109,8 +109,8 @@ class ModelChecks:
         wrong_sizes = list(shape_problems(video_shape(config), spec.vae, spec.transformer))
         yield from wrong_sizes
         sampler(config, spec)
-        if wrong_sizes or not self._fits_mesh(config):
-            return  # reported already, and the plan needs sizes that fit
+        if wrong_sizes or list(attention_problems(config)) or not self._fits_mesh(config):
+            return  # reported already, and the plan needs a name and sizes that fit
         videos = batch_size(config, self.device_count)
         workshop, shape = self.workshop(config), program_shape(config, spec, videos)
         workshop.attention(shape)
