@@ -12,6 +12,7 @@ from maxdiffusion.attention import (
     UnsupportedAttention,
     plan_attention,
     plan_cross_attention,
+    with_gradient,
 )
 from maxdiffusion.attention.exchanges import BidirectionalRing, ByXla, Gather, Ring, Stay, Ulysses
 from maxdiffusion.mesh import CONTEXT_AXES
@@ -217,6 +218,20 @@ def test_cross_attention_keeps_text_local(name):
     assert plan.padded_kv_len == 20
     assert plan.kernel.softmax in ("online", "float32")
     assert "0.00 MiB sent per device" in plan.describe()
+
+
+@pytest.mark.parametrize("name", RUN_HERE)
+def test_only_names_with_a_gradient_are_trained_with(name):
+    plan = plan_attention(name, problem(), mesh_of((1, 1, 2, 2, 1)))
+    if "custom" not in name:
+        assert with_gradient(plan) is plan
+        return
+    with pytest.raises(UnsupportedAttention) as refusal:
+        with_gradient(plan)
+    assert refusal.value.reasons == (
+        f"attention={name!r}: our flash kernel has no gradient. Train with one of dot_product, "
+        "flash, tokamax_flash, cudnn_flash_te, ring, tokamax_ring, ulysses, ulysses_ring.",
+    )
 
 
 def test_describes_what_runs_and_what_it_costs():

@@ -1,5 +1,7 @@
 """A step does the same on every mesh, under every remat policy, and in pieces."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from training.tiny_training import (
     CLIPS,
     LATENT,
+    TRANSFORMER,
     batch_of,
     flat,
     losses_of,
@@ -16,6 +19,7 @@ from training.tiny_training import (
     training,
 )
 
+from maxdiffusion.attention import AttentionOptions, UnsupportedAttention
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
 from maxdiffusion.training.flow_matching import NoiseLevels
@@ -43,6 +47,15 @@ def alone():
 @pytest.fixture(scope="module")
 def losses_alone(alone):
     return losses_of(*alone)[0]
+
+
+def test_an_attention_without_gradient_is_refused_before_the_first_step():
+    wider = replace(TRANSFORMER, head_dim=16)
+    run = training(transformer=wider, attention="ulysses_custom")
+    with pytest.raises(UnsupportedAttention, match="our flash kernel has no gradient"):
+        run.block_attention  # noqa: B018 - planned when asked for
+    short = replace(run, attention_options=AttentionOptions(flash_min_seq_length=4096))
+    assert short.block_attention.self_attention.runs == "dot_product"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from maxdiffusion.attention.planning import (
     BlockAttention,
     plan_attention,
     plan_cross_attention,
+    with_gradient,
 )
 from maxdiffusion.attention.problem import AttentionProblem
 from maxdiffusion.attention.refusal import UnsupportedAttention
@@ -21,4 +22,5 @@ __all__ = [
     "UnsupportedAttention",
     "plan_attention",
     "plan_cross_attention",
+    "with_gradient",
 ]

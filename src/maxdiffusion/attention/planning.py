@@ -53,6 +53,20 @@ def plan_cross_attention(
     return _planned(name, runs, note, geometry, mesh, exchange, options)
 
 
+def with_gradient(plan: AttentionPlan) -> AttentionPlan:
+    """The plan, if it can be trained through; raises UnsupportedAttention with names that can."""
+    if plan.kernel.differentiable:
+        return plan
+    trained = ", ".join(name for name, mode in MODES.items() if mode.kernel.differentiable)
+    forward_only = Problem(
+        name="attention",
+        value=plan.name,
+        rule=f"{plan.kernel.title} has no gradient",
+        remedy=f"Train with one of {trained}",
+    )
+    raise UnsupportedAttention(plan.name, [forward_only])
+
+
 def _mode(name: str) -> Mode:
     if name in MODES:
         return MODES[name]

@@ -19,6 +19,7 @@ from maxdiffusion.attention import (
     BlockAttention,
     plan_attention,
     plan_cross_attention,
+    with_gradient,
 )
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
@@ -150,10 +151,9 @@ class WanTraining:
         )
         text = replace(tokens, kv_len=batch.caption_tokens + 1)
         cross = plan_cross_attention("dot_product", text, self.mesh, self.attention_options)
+        planned = plan_attention(self.attention, tokens, self.mesh, self.attention_options)
         return BlockAttention(
-            self_attention=plan_attention(
-                self.attention, tokens, self.mesh, self.attention_options
-            ),
+            self_attention=with_gradient(planned),
             cross_attention=RepeatedRowAttention.of(
                 cross, batch.text_length - batch.caption_tokens
             ),
