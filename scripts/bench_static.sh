@@ -12,8 +12,9 @@ fi
 folder=${1:-$(mktemp -d)}
 mkdir -p "$folder"
 
-guided=(ici_data_parallelism=2 ici_context_parallelism=4 ulysses_shards=2)
-unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0)
+guided=(ici_data_parallelism=2 ici_context_parallelism=4 ulysses_attention_chunks=2)
+unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0
+  ulysses_attention_chunks=2)
 
 report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
   local name=$1
@@ -24,8 +25,10 @@ report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
     report="$folder/$name.json" "$@" >"$folder/$name.txt"
 }
 
-report online attention=ulysses_ring_custom "${guided[@]}"
-report fixed_m attention=ulysses_ring_custom_fixed_m "${guided[@]}"
-report cp8 attention=ulysses_custom "${unguided[@]}"
+# With `compare` only the denoise step is compiled.
+report online compare='["ulysses_ring_custom:2x2"]' "${guided[@]}"
+report fixed_m compare='["ulysses_ring_custom_fixed_m:2x2"]' "${guided[@]}"
+report cp8 compare='["ulysses_ring_custom:8x1"]' "${unguided[@]}"
+report cp8_fixed_m compare='["ulysses_ring_custom_fixed_m:8x1"]' "${unguided[@]}"
 report scan scan_cp=4,8,16 attention=ulysses_ring_custom ici_data_parallelism=2
 "$BENCH_PYTHON" scripts/bench_static.py "$folder"

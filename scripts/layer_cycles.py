@@ -27,11 +27,14 @@ EXCHANGES = ("all-to-all", "collective-permute", "all-gather", "all-reduce", "re
 def main() -> int:
     """Compiles, prints, returns 0."""
     arguments, config = parse_arguments()
+    from maxdiffusion.commands.entry import chip_of
     from maxdiffusion.config.loading import read_config
     from maxdiffusion.preflight.topology import prepare_environment, read_topology
+    from maxdiffusion.runtime.libtpu_flags import apply_flags
 
     reading = read_config(config)
     topology = read_topology(reading.config.topology)
+    apply_flags(reading.config.libtpu_init_args, chip_of(reading.config))
     prepare_environment(topology)
     text = compile_layers(reading, arguments)
     if arguments.text:

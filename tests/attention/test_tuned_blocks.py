@@ -32,12 +32,12 @@ def site(
 @pytest.mark.parametrize(
     ("kernel", "where", "block_q", "block_kv"),
     [
-        (FlashKernel, site(), 9472, 2048),
-        (FlashKernel, site(ring=1, q_len=75648), 9472, 2048),
-        (FlashKernel, site(ring=16, q_len=40960), 4096, 2048),
-        (FixedMFlashKernel, site(ring=1, q_len=75648), 9472, 2048),
-        (FixedMFlashKernel, site(q_len=38400), 6400, 2048),
-        (FlashKernel, site(kind="TPU v6 lite", ring=1), 9472, 1024),
+        (FlashKernel, site(), 4608, 7680),
+        (FlashKernel, site(ring=1, q_len=75648), 4608, 7680),
+        (FlashKernel, site(ring=16, q_len=4728), 4608, 4736),
+        (FlashKernel, site(q_len=1000), 1024, 1024),
+        (FixedMFlashKernel, site(ring=1, q_len=75648), 4608, 7680),
+        (FlashKernel, site(kind="TPU v6 lite", ring=1), 4608, 7680),
         (FlashKernel, site(kind="TPU v9", q_len=8192), 1024, 1024),
     ],
     ids=lambda value: value.device_kind if isinstance(value, KernelSite) else None,
@@ -54,16 +54,16 @@ def test_given_sizes_come_first_and_the_rest_fits_them():
     assert blocks.block_kv_compute == blocks.block_kv_compute_in == 768
 
 
-def test_blocks_are_evened_out():
-    assert even_block(4096, 37824) == 3840
-    assert even_block(9472, 75648) == 9472
-    assert even_block(9472, 100) == 128
+def test_blocks_of_keys_are_evened_out():
+    assert even_block(8192, 37824) == 7680
+    assert even_block(8192, 75648) == 7680
+    assert even_block(8192, 100) == 256
 
 
 def test_tuned_blocks_shrink_until_they_fit_the_chip():
     # Five heads a tile keep five blocks of queries in VMEM.
     kernel = FlashKernel(site(heads=10, heads_per_tile=5))
-    assert kernel.blocks.block_q < 9472
+    assert kernel.blocks.block_q < 4608
     assert kernel.limits() == []
 
 

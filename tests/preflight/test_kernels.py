@@ -28,15 +28,22 @@ PUBLIC = KernelFigures(
 
 
 def test_cycles_of_a_call():
-    use = KernelUse(
-        pairs=5, calls=1, q_len=75_600, kv_len=73 * 1024, tile=Tile(block_q=8448, block_kv=1024)
-    )
+    tile = Tile(block_q=8448, block_kv=1024, q_tile=8448)
+    use = KernelUse(pairs=5, calls=1, q_len=75_600, kv_len=73 * 1024, tile=tile)
     assert use.q_blocks == 9
     assert use.cycles(PUBLIC) == 5 * 9 * 73 * 14_104
     ragged = dataclasses.replace(use, kv_len=73 * 1024 + 512)
     assert ragged.cycles(PUBLIC) == 5 * 9 * (73 * 14_104 + 13_187 / 2)
-    ring = dataclasses.replace(use, calls=2, tile=Tile(block_q=8448, block_kv=1024, passes=2))
+    ring = dataclasses.replace(use, calls=2, tile=dataclasses.replace(tile, q_tile=4224))
+    assert ring.passes == 2 * 9, "75,600 queries end in the second half of the ninth block"
     assert ring.cycles(PUBLIC) == 2 * 2 * use.cycles(PUBLIC)
+
+
+def test_a_last_block_of_queries_costs_the_tiles_that_it_needs():
+    tile = Tile(block_q=4096, block_kv=1024, q_tile=1024)
+    use = KernelUse(pairs=1, calls=1, q_len=37_808, kv_len=1024, tile=tile)
+    assert use.q_blocks == 10
+    assert use.passes == 37
 
 
 def test_a_schedule_below_the_bound_is_timed_by_the_mxu():

@@ -65,16 +65,16 @@ def task(name, *, batch=2, heads=40):
     )
 
 
-# Slice and context -> name, ulysses, ring, queries and keys of a block.
+# Slice and context -> name, ulysses, groups of heads, ring, queries and keys of a block.
 PINNED = {
-    ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2, 9472, 2048),
-    ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 4, 9472, 2048),
-    ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2, 9472, 2048),
-    ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2, 9472, 2048),
-    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4, 9472, 1024),
-    ("v6e:4x4", 8): ("ulysses_ring_custom", 8, 1, 9472, 1024),
-    ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 9472, 1024),
-    ("v6e:8x8", 32): ("ulysses_ring_custom", 16, 2, 9472, 1024),
+    ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2, 2, 4608, 7680),
+    ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 2, 4, 4608, 6400),
+    ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2, 2, 4608, 7680),
+    ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2, 2, 4608, 7680),
+    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 1, 4, 4608, 6400),
+    ("v6e:4x4", 8): ("ulysses_ring_custom", 2, 2, 4, 4608, 6400),
+    ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 2, 4608, 7680),
+    ("v6e:8x8", 32): ("ulysses_ring_custom", 8, 2, 4, 4608, 6400),
 }
 
 
@@ -82,14 +82,18 @@ PINNED = {
 def test_the_choice(slice_and_context, expected):
     name, context = slice_and_context
     best = choose(task(name), data=2, context=context)
-    blocks = best.plan.kernel.blocks
-    found = (best.name, best.shape.ulysses, best.shape.ring, blocks.block_q, blocks.block_kv)
-    assert found == expected
+    split, blocks = (best.shape.ulysses, best.chunks, best.shape.ring), best.plan.kernel.blocks
+    assert (best.name, *split, blocks.block_q, blocks.block_kv) == expected
+
+
+def test_a_stated_number_of_head_groups_is_kept():
+    stated = replace(task("tpu7x:2x2x1"), options=AttentionOptions(ulysses_attention_chunks=5))
+    assert {choice.chunks for choice in choices(stated, data=2, context=4)} == {5}
 
 
 def test_the_choice_is_the_quickest_of_all_that_can_run():
     found = choices(task("tpu7x:2x2x1"), data=2, context=4)
-    totals = [choice.estimate.total for choice in found]
+    totals = [round(choice.estimate.total, 4) for choice in found]
     assert totals[0] <= TIE * min(totals)
     assert totals[1:] == sorted(totals[1:])
     splits = {(choice.shape.ulysses, choice.shape.ring) for choice in found}
@@ -156,13 +160,18 @@ def test_more_devices_are_quicker_and_never_below_the_bound():
 def test_a_worse_kernel_costs_its_share():
     one = choose(task("tpu7x:2x2x1"), data=2, context=4).estimate
     worse = replace(task("tpu7x:2x2x1"), shares=Shares(kernel=SHARES.kernel / 2, outside=0.5))
-    assert choose(worse, data=2, context=4).estimate.kernels == pytest.approx(2 * one.kernels)
+    # The cost of being a call is not the kernel's share.
+    assert choose(worse, data=2, context=4).estimate.kernels == pytest.approx(
+        2 * one.kernels, rel=0.01
+    )
 
 
 def test_the_explanation_names_the_runner_up():
     words = explain(choices(task("tpu7x:2x2x1"), data=2, context=4))
-    assert words.startswith("attention auto: ulysses_ring_custom with ulysses 2 x ring 2 and ")
-    assert "blocks of 9472 queries (99.8% full) x 2048 keys: 2." in words
+    assert words.startswith(
+        "attention auto: ulysses_ring_custom with ulysses 2 in 2 groups of heads x "
+    )
+    assert "blocks of 4608 queries (99.8% full) x 7680 keys: 2." in words
     assert "Next is ulysses_" in words
-    # ulysses 1 x ring 4 is estimated 2.3 % quicker: a tie, which fewer hops decide.
+    # ulysses 1 x ring 4 is estimated 1.0 % quicker: a tie, which fewer hops decide.
     assert "too close to tell and with more ring hops" in words

@@ -22,16 +22,6 @@ class Tiles:
     block_kv_compute_in: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class TunedRow:
-    """Tiles that won on a chip for fixed-m or online softmax, from a ring degree on."""
-
-    chip: str
-    fixed_m: bool
-    ring_from: int
-    tiles: Tiles
-
-
 def _tiles(block_q: int, block_kv: int, compute: int, inner: int) -> Tiles:
     return Tiles(
         block_q=block_q,
@@ -41,19 +31,15 @@ def _tiles(block_q: int, block_kv: int, compute: int, inner: int) -> Tiles:
     )
 
 
-# Queries per block as published for WAN 2.2 A14B, 720p, 81 frames (75,600 tokens) on tpu7x: 9472
-# (best splits CP4 = U2R2, CP8 = U4R2, CP16 = U8R2), 4096 on rings from 16, 6400 for fixed-m on a
-# ring; v6e 9472/1024/512/512. Keys per block: what our kernel schedules best on tpu7x, 96.7 % of
-# the MXU bound with 2048 (libtpu 0.0.42, compiled without a device). The last row that fits a site
-# wins.
-TUNED: tuple[TunedRow, ...] = (
-    TunedRow(chip="tpu7x", fixed_m=False, ring_from=1, tiles=_tiles(9472, 2048, 2048, 2048)),
-    TunedRow(chip="tpu7x", fixed_m=False, ring_from=16, tiles=_tiles(4096, 2048, 2048, 2048)),
-    TunedRow(chip="tpu7x", fixed_m=True, ring_from=1, tiles=_tiles(9472, 2048, 2048, 2048)),
-    TunedRow(chip="tpu7x", fixed_m=True, ring_from=2, tiles=_tiles(6400, 2048, 2048, 2048)),
-    TunedRow(chip="v6e", fixed_m=False, ring_from=1, tiles=_tiles(9472, 1024, 512, 512)),
-    TunedRow(chip="v6e", fixed_m=True, ring_from=1, tiles=_tiles(9472, 1024, 512, 512)),
-)
+# Tiles of WAN 2.2 A14B, 720p, 81 frames (75,600 tokens) as our kernel compiles best to (libtpu
+# 0.0.42, without a device): on tpu7x 99 % of the MXU bound in the main loop and 97 % over the whole
+# call, in 34 MiB of VMEM; docs/performance.md has what lost. Queries are whole tiles of 512; keys
+# are evened out, up to this many.
+TUNED = {
+    "tpu7x": _tiles(4608, 8192, 8192, 8192),
+    "v6e": _tiles(4608, 8192, 8192, 8192),
+}
+KEYS_AT_ONCE = 256
 # Interpreted kernels pay per grid step and per element: one tile of a few hundred is quickest.
 INTERPRETED = _tiles(256, 256, 256, 256)
 # For chips without a row, and for jax's and tokamax's splash: small enough for 16 MiB of VMEM.
@@ -108,14 +94,20 @@ def searched_row(site: KernelSite, kernel: str) -> TunedSite | None:
     return row_at(site.options.tuned_sites, place_of(site, kernel))
 
 
-def tuned_tiles(site: KernelSite, *, fixed_m: bool) -> Tiles:
-    """The table's tiles for our flash kernel at `site`."""
+def tuned_tiles(site: KernelSite) -> Tiles:
+    """The table's tiles for our flash kernel at `site`, evened out."""
     if site.interpret:
         return INTERPRETED
-    chip = CHIP_NAMES.get(site.device_kind.lower())
-    rows = [row for row in TUNED if row.chip == chip and row.fixed_m == fixed_m]
-    fitting_rows = [row for row in rows if row.ring_from <= site.ring]
-    return fitting_rows[-1].tiles if fitting_rows else CAUTIOUS
+    most = TUNED.get(CHIP_NAMES.get(site.device_kind.lower(), ""))
+    if most is None:
+        return CAUTIOUS
+    keys = even_block(most.block_kv, site.sizes.kv_len)
+    return _tiles(
+        most.block_q,
+        keys,
+        fitting(most.block_kv_compute, keys),
+        fitting(most.block_kv_compute_in, keys),
+    )
 
 
 def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
@@ -129,12 +121,12 @@ def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
     if found is not None:
         return FlashBlocks(**dict(found.sizes)).fit(site.sizes.q_len, site.sizes.kv_len)
     given = site.options.block_sizes
-    tuned = tuned_tiles(site, fixed_m=fixed_m)
+    tuned = tuned_tiles(site)
     block_kv = given.block_kv or tuned.block_kv
     compute = given.block_kv_compute or fitting(tuned.block_kv_compute, block_kv)
     inner = given.block_kv_compute_in or fitting(tuned.block_kv_compute_in, compute)
     blocks = FlashBlocks(
-        block_q=given.block_q or even_block(tuned.block_q, site.sizes.q_len),
+        block_q=given.block_q or tuned.block_q,
         block_kv=block_kv,
         block_kv_compute=compute,
         block_kv_compute_in=inner,
@@ -168,9 +160,9 @@ def splash_blocks(site: KernelSite, kernel: str = "splash") -> SplashBlocks:
 
 
 def even_block(most: int, length: int) -> int:
-    """The block up to `most` that cuts `length` into equal blocks, so that no last one idles."""
+    """The block of keys up to `most` that cuts `length` into blocks of equal length."""
     blocks = -(-length // most)
-    return -(-length // blocks // LANES) * LANES
+    return -(-length // blocks // KEYS_AT_ONCE) * KEYS_AT_ONCE
 
 
 def covering(size: int, length: int) -> int:

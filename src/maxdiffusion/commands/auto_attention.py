@@ -1,6 +1,6 @@
 """`attention: auto`: the attention and the split of the context that the devices run quickest."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -30,21 +30,26 @@ def settle_attention(
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with an attention in place of `auto`, and a paragraph on why this one.
 
-    Sizes that a config states for ring and ulysses are kept.
+    Sizes that a config states for ring and ulysses are kept, and more than one group of heads.
     """
     if config.attention != AUTO:
         return config, ()
     if not _plannable(devices):
         reason = f"attention auto: {ANYWHERE}, since only one slice of known TPUs is planned for"
-        return with_attention(config, ANYWHERE, None), (reason,)
+        return with_attention(config, {"attention": ANYWHERE}), (reason,)
     try:
         found = possible(config, spec, devices)
     except ProblemsFound:  # whatever is wrong is reported by the checks that follow
         found = []
     if not found:
-        return with_attention(config, ANYWHERE, None), ()
+        return with_attention(config, {"attention": ANYWHERE}), ()
     best = found[0]
-    return with_attention(config, best.name, best.shape.ulysses), (explain(found),)
+    chosen: dict[str, str | int] = {
+        "attention": best.name,
+        "ulysses_shards": best.shape.ulysses,
+        "ulysses_attention_chunks": best.chunks,
+    }
+    return with_attention(config, chosen), (explain(found),)
 
 
 def _plannable(devices: Sequence[jax.Device]) -> bool:
@@ -89,13 +94,10 @@ def _agrees(config: Config, shape: MeshShape, stated: MeshShape) -> bool:
     return open_split or shape.ulysses == stated.ulysses
 
 
-def with_attention(config: Config, name: str, ulysses: int | None) -> Config:
-    """The config with another attention and, if given, another split of the context."""
-    changed = {"attention": name}
-    if ulysses is not None:
-        changed |= {"ulysses_shards": ulysses}  # type: ignore[dict-item]
+def with_attention(config: Config, chosen: Mapping[str, str | int]) -> Config:
+    """The config with what was chosen in place of what it says."""
     return replace(
         config,
-        values=Frozen({**config.values, **changed}),
-        sources=Frozen({**config.sources, **dict.fromkeys(changed, "chosen for these devices")}),
+        values=Frozen({**config.values, **chosen}),
+        sources=Frozen({**config.sources, **dict.fromkeys(chosen, "chosen for these devices")}),
     )

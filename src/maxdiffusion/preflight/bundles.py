@@ -98,13 +98,18 @@ class KernelCode:
     def ragged_cycles(self, chip: Chip) -> int:
         """Cycles for as many products as one pass of the main loop has, where keys are cut off.
 
-        A kernel that has a deeper loop does it there, a kernel without one in its main loop.
+        A kernel has a shorter loop for its last keys beside the main one, or does them in a deeper
+        loop, or in its main loop.
         """
         main = self.main_loop
-        inner = [region for region in self.regions if region.depth > main.depth and region.matmuls]
-        if not inner:
-            return main.cycles(chip)
-        loop = max(inner, key=lambda region: region.matmuls)
+        beside = [
+            region
+            for region in self.regions
+            if region.depth == main.depth > GRID_DEPTH and 0 < region.matmuls < main.matmuls
+        ]
+        deeper = [region for region in self.regions if region.depth > main.depth and region.matmuls]
+        loops = beside or deeper or [main]
+        loop = min(loops, key=lambda region: (-region.matmuls, region.bundles))
         return round(loop.cycles(chip) * main.matmuls / loop.matmuls)
 
 

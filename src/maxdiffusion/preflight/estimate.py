@@ -36,15 +36,17 @@ class Shares:
     outside: float
 
 
-# Measured by preflight_wan with WAN 2.2 A14B at 720p on tpu7x; docs/preflight.md has the report.
-SHARES = Shares(kernel=0.967, outside=0.526)
+# Measured with WAN 2.2 A14B at 720p on tpu7x; docs/performance.md has the figures.
+SHARES = Shares(kernel=0.97, outside=0.645)
 # What XLA makes of attention without a kernel: scores go through HBM.
 DENSE_SHARE = 0.3
-# HBM traffic around exchanges, in bytes for each element of q that a device holds, from the
-# compiled denoise step: layout copies beside an all-to-all; partial results of a ring hop in
-# float32, transposed, merged and written again.
-ALL_TO_ALL_BYTES = 20
-RING_CALL_BYTES = 25
+# HBM traffic around an all-to-all, in bytes for each element of q that a device holds: values on
+# their way in and the output on its way back are read and written once more, the rest is part of
+# norms and rotations.
+ALL_TO_ALL_BYTES = 2
+# What a kernel call and the exchanges of its heads cost by being one more: an assumption, so that
+# heads are not cut into groups for nothing.
+CALL_SECONDS = 10e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,27 +76,27 @@ def estimate_step(
     kernel = kernel_seconds(plan, chip, shares)
     outside = (flops.total - flops.self_attention) / (devices * chip.bf16_flops * shares.outside)
     calls = max(1, plan.padded_kv_len // plan.kernel.site.sizes.kv_len)
+    groups = len(plan.kernel.site.sizes.heads)
     return Estimate(
-        kernels=layers * kernel,
+        kernels=layers * (kernel + calls * groups * CALL_SECONDS),
         outside=outside,
-        exchange_copies=layers * copied_bytes(plan, calls) / chip.hbm_bandwidth,
+        exchange_copies=layers * copied_bytes(plan) / chip.hbm_bandwidth,
         exposed_exchange=layers * exposed_exchange(plan, network, kernel / calls),
     )
 
 
-def copied_bytes(plan: AttentionPlan, calls: int) -> float:
+def copied_bytes(plan: AttentionPlan) -> float:
     """HBM bytes that the exchanges of one attention cost beside the links."""
     sizes = plan.kernel.site.sizes
     elements = sizes.batch * sum(sizes.heads) * sizes.q_len * plan.problem.head_dim
     all_to_alls = 4 if isinstance(plan.exchange, Ulysses) else 0
-    merged_calls = calls if calls > 1 else 0
-    return elements * (all_to_alls * ALL_TO_ALL_BYTES + merged_calls * RING_CALL_BYTES)
+    return elements * all_to_alls * ALL_TO_ALL_BYTES
 
 
 def kernel_seconds(plan: AttentionPlan, chip: Chip, shares: Shares) -> float:
     """Seconds of the kernel calls of one attention, with queries filled up to whole tiles."""
     sizes, tile = plan.kernel.site.sizes, tile_of(plan.kernel)
-    q_len = sizes.q_len if tile is None else -(-sizes.q_len // tile.block_q) * tile.block_q
+    q_len = sizes.q_len if tile is None else -(-sizes.q_len // tile.q_tile) * tile.q_tile
     pairs = sizes.batch * sum(sizes.heads)
     flops = 4.0 * pairs * q_len * plan.padded_kv_len * plan.problem.head_dim
     share = DENSE_SHARE if tile is None else shares.kernel
@@ -125,8 +127,10 @@ def _exchanges(
     local = sizes.batch * sum(sizes.heads) * sizes.q_len * width
     if isinstance(exchange, Ulysses):
         groups = _groups(mesh, exchange.axes)
-        # Of several groups of heads, all but the first and the last exchange run under a kernel.
-        yield _collective("all-to-all", local // exchange.chunks, groups, times=4), 0.0
+        # XLA keeps one all-to-all in flight: of two or more groups of heads, half of the exchanges
+        # find a product or a kernel to run under (4 of 8 and 8 of 16 in compiled layers).
+        waited = local if exchange.chunks == 1 else local // 2
+        yield _collective("all-to-all", waited, groups, times=4), 0.0
         yield from _exchanges(exchange.inner, plan)
     elif isinstance(exchange, Ring | BidirectionalRing):
         keys = sizes.batch * sum(sizes.heads) * sizes.kv_len * width

@@ -16,6 +16,7 @@ from maxdiffusion.attention.on_device import Alone
 from maxdiffusion.attention.on_device.flash import FlashKernel
 from maxdiffusion.attention.on_device.kernel import DeviceKernel
 from maxdiffusion.attention.on_device.splash import JaxSplashKernel, TokamaxKernel
+from maxdiffusion.kernels.flash.blocks import LANES, round_up
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.preflight.bundles import KernelCode, read_kernels
 from maxdiffusion.preflight.chips import Chip
@@ -42,23 +43,30 @@ class KernelUse:
         """Blocks of queries of a pair."""
         return -(-self.q_len // self.tile.block_q)
 
+    @property
+    def passes(self) -> float:
+        """Tiles of queries of a pair; a last block has only those that it needs."""
+        whole, rest = divmod(self.q_len, self.tile.block_q)
+        per_block = self.tile.block_q / self.tile.q_tile
+        return whole * per_block + min(per_block, -(-rest // self.tile.q_tile))
+
     def cycles(self, code: "KernelFigures") -> float:
         """Cycles of one attention."""
         whole, rest = divmod(self.kv_len, self.tile.block_kv)
-        passes = self.tile.passes
-        steps = whole * (code.main_loop_cycles * passes + code.step_bundles)
-        if rest:
-            steps += code.ragged_cycles * passes * rest / self.tile.block_kv + code.step_bundles
-        return self.calls * self.pairs * self.q_blocks * (steps + code.q_block_bundles)
+        ragged = round_up(rest, LANES) / self.tile.block_kv if rest else 0.0
+        every_pass = whole * code.main_loop_cycles + ragged * code.ragged_cycles
+        steps = -(-self.kv_len // self.tile.block_kv)
+        every_block = steps * code.step_bundles + code.q_block_bundles
+        return self.calls * self.pairs * (self.passes * every_pass + self.q_blocks * every_block)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a kernel does at once: queries and keys of a grid step, and passes of its main loop."""
+    """What a kernel does at once: queries and keys of a grid step, and of its main loop's pass."""
 
     block_q: int
     block_kv: int
-    passes: float = 1.0
+    q_tile: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +122,11 @@ def tile_of(kernel: DeviceKernel) -> Tile | None:
         return Tile(
             block_q=blocks.block_q,
             block_kv=blocks.block_kv,
-            passes=blocks.block_q / blocks.q_tile,
+            q_tile=blocks.q_tile,
         )
     if isinstance(kernel, JaxSplashKernel | TokamaxKernel):
         splash = kernel.blocks if isinstance(kernel, JaxSplashKernel) else kernel.settings.blocks
-        return Tile(block_q=splash.block_q, block_kv=splash.block_kv)
+        return Tile(block_q=splash.block_q, block_kv=splash.block_kv, q_tile=splash.block_q)
     return None
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import jax
 
@@ -25,8 +26,12 @@ from maxdiffusion.preflight.topology import Topology
 # the first is the program of ulysses_custom, which is held to it.
 NAMES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
 
+# Groups of heads that are tried where a config states none: the exchanges of one run under the
+# kernel of another.
+HEAD_GROUPS = (1, 2)
+
 # Estimates that are closer than this are a tie: the model is not more exact.
-TIE = 1.03
+TIE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +53,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An attention that can run, the split of the context it needs, and its estimate."""
+    """An attention that can run, the split of the context and groups of heads, and its estimate."""
 
     name: str
     shape: MeshShape
+    chunks: int
     plan: AttentionPlan
     estimate: Estimate
 
@@ -63,8 +69,9 @@ class Choice:
     def describe(self) -> str:
         """What was chosen, in a few words."""
         parts = self.estimate
+        groups = f" in {self.chunks} groups of heads" if self.chunks > 1 else ""
         return (
-            f"{self.name} with ulysses {self.shape.ulysses} x ring {self.shape.ring} and "
+            f"{self.name} with ulysses {self.shape.ulysses}{groups} x ring {self.shape.ring} and "
             f"{self.blocks}: "
             f"{parts.total:.3f} s/step (kernels {parts.kernels:.3f}, other work "
             f"{parts.outside:.3f}, exchange {parts.exchange_copies:.3f} in copies and "
@@ -85,7 +92,7 @@ def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int =
     found = [choice for shape in shapes for choice in _of_split(task, shape)]
     if not found:
         return []
-    found.sort(key=lambda choice: (round(choice.estimate.total, 4), choice.shape.ring))
+    found.sort(key=lambda one: (round(one.estimate.total, 4), one.shape.ring, one.chunks))
     near = [c for c in found if c.estimate.total <= TIE * found[0].estimate.total]
     best = min(near, key=lambda choice: choice.shape.ring)
     return [best, *(choice for choice in found if choice is not best)]
@@ -95,7 +102,8 @@ def choose(task: Task, *, data: int, context: int) -> Choice:
     """The quickest attention that can run; raises UnsupportedAttention if there is none."""
     found = choices(task, data=data, context=context)
     if not found:
-        plan = _plan(task, NAMES[0], MeshShape(data=data, ulysses=context))
+        mesh = build_mesh(MeshShape(data=data, ulysses=context), devices=task.devices)
+        plan = plan_attention(NAMES[0], task.problem, mesh, task.options)
         raise AssertionError(plan)  # the line before has raised with every reason
     return found[0]
 
@@ -113,18 +121,29 @@ def explain(found: Sequence[Choice]) -> str:
 
 
 def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
-    for name in NAMES:
+    for name, chunks in product(NAMES, _head_groups(task, shape)):
         if name != NAMES[0] and shape.ring == 1:
             continue  # a ring of one is the same program under every name
+        options = replace(task.options, ulysses_attention_chunks=chunks)
+        mesh = build_mesh(shape, devices=task.devices)
+        text = replace(task.problem, kv_len=task.text_length)
         try:
-            plan = _plan(task, name, shape)
-            text = replace(task.problem, kv_len=task.text_length)
-            plan_cross_attention(name, text, plan.mesh, task.options)
+            plan = plan_attention(name, task.problem, mesh, options)
+            plan_cross_attention(name, text, mesh, options)
         except UnsupportedAttention:
             continue
-        links = network(task.topology, plan.mesh.devices.flatten().tolist())
+        links = network(task.topology, mesh.devices.flatten().tolist())
         estimate = estimate_step(plan, task.flops, task.layers, links, task.shares)
-        yield Choice(name=name, shape=shape, plan=plan, estimate=estimate)
+        yield Choice(name=name, shape=shape, chunks=chunks, plan=plan, estimate=estimate)
+
+
+def _head_groups(task: Task, shape: MeshShape) -> tuple[int, ...]:
+    """The groups of heads to try: the stated number, or all that leave a device a head each."""
+    stated = task.options.ulysses_attention_chunks
+    if stated > 1 or shape.ulysses == 1:
+        return (stated,)
+    most = task.problem.heads // (shape.tensor * shape.ulysses)
+    return tuple(groups for groups in HEAD_GROUPS if groups == 1 or groups <= most)
 
 
 def tiles_in_words(plan: AttentionPlan) -> str:
@@ -134,11 +153,6 @@ def tiles_in_words(plan: AttentionPlan) -> str:
         return "no blocks"
     sizes, problem = plan.kernel.site.sizes, plan.problem
     shards = plan.padded_q_len // sizes.q_len
-    covered = -(-sizes.q_len // tile.block_q) * tile.block_q
+    covered = -(-sizes.q_len // tile.q_tile) * tile.q_tile
     full = problem.q_len / (covered * shards)
     return f"blocks of {tile.block_q} queries ({full:.1%} full) x {tile.block_kv} keys"
-
-
-def _plan(task: Task, name: str, shape: MeshShape) -> AttentionPlan:
-    mesh = build_mesh(shape, devices=task.devices)
-    return plan_attention(name, task.problem, mesh, task.options)

@@ -114,10 +114,12 @@ def _scaled(block_q: int, block_kv: int, share: float) -> tuple[KernelFigures, T
     """A tile that was not compiled, at the share of the MXU bound that its neighbour reaches."""
     bound = block_q * block_kv * 3 // 2048
     bundles = round(bound / share)
-    return _kernel(bundles, bound, bundles), Tile(block_q=block_q, block_kv=block_kv)
+    return _kernel(bundles, bound, bundles), Tile(
+        block_q=block_q, block_kv=block_kv, q_tile=block_q
+    )
 
 
-ONLINE = (_kernel(14_104, 12_672, 13_187), Tile(block_q=8448, block_kv=1024))
+ONLINE = (_kernel(14_104, 12_672, 13_187), Tile(block_q=8448, block_kv=1024, q_tile=8448))
 ONLINE_RING = _scaled(9472, 1024, 0.898)
 FIXED_M_RING = _scaled(6400, 2048, 0.978)
 

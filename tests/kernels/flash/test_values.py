@@ -25,6 +25,12 @@ CASES = {
     "tiles inside blocks, lengths": Case(
         batch=2, dtype="bfloat16", q_len=300, kv_len=577, lengths=(577, 301), blocks=WIDE
     ),
+    "a last block of one tile, lengths in the last keys": Case(
+        batch=2, q_len=300, kv_len=400, lengths=(400, 390), blocks=WIDE
+    ),
+    "an odd tile in blocks, a last block without it": Case(
+        q_len=450, kv_len=300, blocks=replace(WIDE, block_q=384, block_q_compute=256)
+    ),
     "no keys in one row, grouped heads": Case(
         batch=2, heads=4, head_dim=64, q_len=77, lengths=(0, 130)
     ),
@@ -77,9 +83,14 @@ def test_hidden_keys_and_values_may_hold_anything() -> None:
 
 
 @pytest.mark.parametrize("late", [30.0, 3e4])
-def test_a_maximum_that_jumps_late_is_exact(late: float) -> None:
-    """Keys that score far above all before them, past the headroom of the quick path."""
-    case = Case(kv_len=512, head_dim=32)
+@pytest.mark.parametrize("q_len", [200, 300])
+def test_a_maximum_that_jumps_late_is_exact(late: float, q_len: int) -> None:
+    """Keys that score far above all before them, past the headroom of the quick path.
+
+    300 queries leave a last block with tiles that nobody asked for: taking a block back must not
+    bring what was never kept.
+    """
+    case = Case(q_len=q_len, kv_len=512, head_dim=32, blocks=WIDE)
     q, k, v = case.arrays()
     towards = q.mean(axis=1, keepdims=True)
     k = k.at[:, 300:310].set(late * towards / jnp.linalg.norm(towards, axis=-1, keepdims=True))
@@ -91,6 +102,9 @@ RACES = {
     "ragged": Case(q_len=130, kv_len=257, heads=1, kv_heads=1),
     "several tiles a block, bfloat16": Case(
         q_len=200, kv_len=300, heads=1, kv_heads=1, dtype="bfloat16", blocks=WIDE
+    ),
+    "lengths in the last keys": Case(
+        batch=2, q_len=130, heads=1, kv_heads=1, kv_len=300, lengths=(300, 290), blocks=WIDE
     ),
     "masks": Case(batch=2, q_len=70, kv_len=200, heads=1, kv_heads=1, masked=True),
     "grouped heads, two a tile": Case(q_len=70, kv_len=200, kv_heads=1, blocks=small_blocks(2)),

@@ -113,7 +113,7 @@ def _take_in_gated(step: Step, head: int) -> None:
     def _() -> None:
         _quickly(step, [head], Maximum.PINNED)
         if step.plan.selective:
-            pl.when(step.live() & ~step.whole())(lambda: careful(step, [head], Maximum.PINNED))
+            pl.when(_odd(step))(lambda: careful(step, [head], Maximum.PINNED))
 
     @pl.when(~fixed)
     def _() -> None:
@@ -126,8 +126,8 @@ def _take_in(step: Step, heads: Sequence[int]) -> None:
     again = rose_too_far(step, heads)
     odd = jnp.bool_(False)
     if step.plan.selective:
-        again = again & step.live() & step.whole()
-        odd = step.live() & ~step.whole()
+        odd = _odd(step)
+        again = again & step.live() & ~odd
     pl.when(again)(lambda: take_back(step, heads))
     pl.when(again | odd)(lambda: careful(step, heads, Maximum.RUNNING))
 
@@ -135,16 +135,16 @@ def _take_in(step: Step, heads: Sequence[int]) -> None:
 def _quickly(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
     """Takes in this step's keys if they are attended without exception, or end with the array."""
     plan = step.plan
-    if plan.selective:
+    if plan.whole_blocks or plan.masked:
         whole = step.live() & step.whole()
         pl.when(whole)(lambda: quick(step, heads, plan.blocks.block_kv, maximum))
-        return
-    if plan.whole_blocks:
-        whole = step.kv_block < plan.whole_blocks
-        pl.when(whole)(lambda: quick(step, heads, plan.blocks.block_kv, maximum))
-    if plan.tail:
-        last = step.kv_block == plan.whole_blocks
-        pl.when(last)(lambda: quick(step, heads, plan.tail, maximum))
+    if plan.tail and not plan.masked:
+        pl.when(step.ends_here())(lambda: quick(step, heads, plan.tail, maximum))
+
+
+def _odd(step: Step) -> Array:
+    """Returns whether some keys of this step are not attended, other than past the last one."""
+    return step.live() & ~(step.whole() | step.ends_here())
 
 
 def _finish(step: Step, head: int) -> None:

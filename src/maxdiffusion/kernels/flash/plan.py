@@ -57,6 +57,14 @@ class KernelPlan:
         return self.shape.kv_len % self.blocks.block_kv
 
     @property
+    def sure_of_tail(self) -> int:
+        """Keys of the ragged last block that are attended wherever its quick form is used.
+
+        Padding that makes a sequence divisible ends in the 128 to 255 keys after them.
+        """
+        return max(0, self.tail - LANES) // LANES * LANES
+
+    @property
     def selective(self) -> bool:
         """Whether it is only known at run time which keys are attended."""
         return self.masked or self.lengths

@@ -21,18 +21,13 @@ HEADROOM_BITS = 24
 
 
 def quick(step: Step, heads: Sequence[int], keys: int, maximum: Maximum) -> None:
-    """Takes in the first `keys` keys of this step, all of which are attended."""
-    blocks = step.plan.blocks
-    width, rest = blocks.q_tile, blocks.block_q % blocks.q_tile
+    """Takes in the first `keys` keys of this step, all of which are attended up to its limit."""
     for head in heads:
 
-        @pl.loop(0, blocks.block_q // width)
-        def _(index: Array, head: int = head) -> None:
-            columns = pl.ds(pl.multiple_of(index * width, LANES), width)
+        def visit(columns: Any, head: int = head) -> None:
             _queries(step, _Tile(head, columns, keys), maximum)
 
-        if rest:
-            _queries(step, _Tile(head, pl.ds(blocks.block_q - rest, rest), keys), maximum)
+        step.each_tile(visit)
 
 
 class _Tile(NamedTuple):
@@ -59,11 +54,12 @@ def _accumulate(
     """Returns o, l (and the maximum) of the block so far, these scores (from `start`) included."""
     reference = step.refs.state.top[tile.head, :, tile.columns]
     inner = step.plan.blocks.block_kv_compute_in
+    end, sure = _ends(step, tile)
     for row in range(0, len(scores), inner):
         s = scores[row : row + inner]
         v = step.values(tile.head, pl.ds(start + row, len(s)))
-        if start + row + len(s) > tile.keys:
-            s, v = _hide(s, v, tile.keys - start - row)
+        if start + row + len(s) > sure:
+            s, v = _hide(s, v, end - start - row, max(0, sure - start - row))
         p = step.power(s - reference)
         part = [step.weigh(v, p), fold(p, jnp.sum)]
         if maximum is Maximum.RUNNING:
@@ -72,11 +68,26 @@ def _accumulate(
     return sums
 
 
-def _hide(s: Array, v: Array, keys: int) -> tuple[Array, Array]:
-    """Returns scores and values without what lies past `keys`, which is arbitrary bits."""
-    attended = lax.broadcasted_iota(jnp.int32, (len(s), 1), 0) < keys
-    visible = jnp.where(attended, v.astype(jnp.float32), 0.0)
-    return jnp.where(attended, s, -jnp.inf), visible.astype(v.dtype)
+def _ends(step: Step, tile: _Tile) -> tuple[Array | int, int]:
+    """Returns where the keys of a tile end, and how many at its start are surely attended."""
+    if tile.keys == step.plan.blocks.block_kv:
+        return tile.keys, tile.keys
+    if not step.plan.lengths:
+        return tile.keys, tile.keys // LANES * LANES
+    return step.limit - step.first_key, step.plan.sure_of_tail
+
+
+def _hide(s: Array, v: Array, keys: Array | int, sure: int) -> tuple[Array, Array]:
+    """Returns scores and values without what lies past `keys`, which is arbitrary bits.
+
+    Only rows from `sure` on are looked at.
+    """
+    attended = sure + lax.broadcasted_iota(jnp.int32, (len(s) - sure, 1), 0) < keys
+    visible = jnp.where(attended, v[sure:].astype(jnp.float32), 0.0).astype(v.dtype)
+    scores = jnp.where(attended, s[sure:], -jnp.inf)
+    if not sure:
+        return scores, visible
+    return jnp.concatenate([s[:sure], scores]), jnp.concatenate([v[:sure], visible])
 
 
 def _join(sums: list[Array], part: list[Array]) -> list[Array]:
@@ -115,6 +126,11 @@ def take_back(step: Step, heads: Sequence[int]) -> None:
     """Returns the state to what it was before this block."""
     state, saved = step.refs.state, step.refs.saved
     for head in heads:
-        state.o[head], state.l[head] = saved.o[head], saved.l[head]
-        state.top[head] = state.used[head]
-        state.used[head] = saved.used[head]
+
+        def visit(columns: Any, head: int = head) -> None:
+            state.o[head, :, columns] = saved.o[head, :, columns]
+            state.l[head, :, columns] = saved.l[head, :, columns]
+            state.top[head, :, columns] = state.used[head, :, columns]
+            state.used[head, :, columns] = saved.used[head, :, columns]
+
+        step.each_tile(visit)

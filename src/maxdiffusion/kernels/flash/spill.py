@@ -2,7 +2,7 @@
 
 A tile's scores and probabilities do not fit the 64 registers of a core; those that wait for their
 turn lie in VMEM. How many do is up to the compiler's scheduler, so this is no derivation: it is
-what libtpu 0.0.42 says of some 190 tiles on tpu7x (and a few on v6e, which are like them), put into
+what libtpu 0.0.42 says of some 200 tiles on tpu7x (and a few on v6e, which are like them), put into
 as few rules as give every total to 5 %.
 
     quick     nearly all scores that are alive at once, 4 bytes each, less what is used up by then
@@ -99,7 +99,7 @@ def keys_alive(blocks: FlashBlocks) -> int:
 
 def _used_up(queries: int, keys: int, *, folded: bool) -> float:
     if queries == EVEN:
-        return 0.95 + 0.42 * max(0, keys - 1024) / 1024
+        return 0.95 + 0.42 * min(1.0, max(0, keys - 1024) / 1024)
     even = 1.45 - 0.17 * queries / 1024
     if queries % EVEN == 0:
         return even

@@ -1,6 +1,7 @@
 """One grid step of the kernel: where it is, what it can see, and the state that it carries on."""
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from maxdiffusion.kernels.flash.blocks import LANES
 from maxdiffusion.kernels.flash.plan import KernelPlan
 
 SUBLANES = 8
@@ -85,6 +87,29 @@ class Step:
         if self.plan.masked:
             return self.refs.full[self.batch, self.kv_block] == 1
         return self.first_key + self.plan.blocks.block_kv <= self.limit
+
+    def ends_here(self) -> Array:
+        """Returns whether the keys end in this block as the array does, or a little before."""
+        if self.plan.masked or not self.plan.tail:
+            return jnp.bool_(False)
+        last = self.kv_block == self.plan.whole_blocks
+        return last & (self.first_key + self.plan.sure_of_tail < self.limit)
+
+    def each_tile(self, visit: Callable[[Any], None]) -> None:
+        """Calls `visit` with the columns of every tile of queries; a last block has fewer."""
+        blocks, q_len = self.plan.blocks, self.plan.shape.q_len
+        tiles, rest = divmod(blocks.block_q, blocks.q_tile)
+        left = q_len - self.q_block * blocks.block_q
+        ragged = q_len % blocks.block_q > 0
+
+        @pl.loop(0, jnp.minimum(tiles, pl.cdiv(left, blocks.q_tile)) if ragged else tiles)
+        def _(index: Array) -> None:
+            visit(pl.ds(pl.multiple_of(index * blocks.q_tile, LANES), blocks.q_tile))
+
+        if rest:
+            start = blocks.block_q - rest
+            there = left > start if ragged else jnp.bool_(True)
+            pl.when(there)(lambda: visit(pl.ds(start, rest)))
 
     def is_fixed(self, head: int) -> Array:
         """Returns whether head `head` of the tile uses its fixed bound."""
