@@ -83,13 +83,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def test_a_name_changes_nothing_but_the_work(
     attention, alone, cache, tmp_path, monkeypatch, capsys
 ):
-    latents, decode_all = [], generate.decode_all
-
-    def keep(pipeline, request, finished, timings):
-        latents.append(finished)
-        return decode_all(pipeline, request, finished, timings)
-
-    monkeypatch.setattr(generate, "decode_all", keep)
+    latents = []
+    monkeypatch.setattr(generate, "check_same", lambda finished, request: latents.append(finished))
     timing_file = tmp_path / "timing.json"
     code = main(
         [

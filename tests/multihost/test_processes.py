@@ -1,6 +1,7 @@
 """Real processes: they join or say why not, agree or name the odd one, and end together."""
 
 import json
+import signal
 import time
 
 from multihost.launching import ROOT, TINY, free_address, launched, run
@@ -53,6 +54,38 @@ def test_processes_that_diverge_or_stand_still_are_named(tmp_path):
         assert "hangs at 'before the step'" in one
         assert "others wait at 'the step'" in one
     assert "time.sleep" in said[1] or "stand_still" in said[1]  # where the culprit stood
+
+
+def test_who_dies_is_named_by_those_who_live(tmp_path):
+    # Killed: found by the beats that do not come.
+    with launched(2, (WORKER, "wait", tmp_path)) as (first, second):
+        both_wait(first, second)
+        second.kill()
+        assert_stopped(
+            first, f"pid {second.process.pid}) gave no sign for", "Last seen at: waiting"
+        )
+    # Frozen, where the service lives: its answers do not come.
+    with launched(2, (WORKER, "wait", tmp_path)) as (first, second):
+        both_wait(first, second)
+        first.kill(signal.SIGSTOP)
+        assert_stopped(second, f"pid {first.process.pid}), which the job meets at, does not answer")
+    # Aborted: it says so itself.
+    with launched(2, (WORKER,), own=[("wait", tmp_path), ("abort", tmp_path)]) as (first, second):
+        assert second.end() == -signal.SIGABRT
+        assert_stopped(first, f"pid {second.process.pid}) failed: aborted in native code")
+
+
+def both_wait(*processes):
+    for process in processes:
+        process.wait_for("waits")
+
+
+def assert_stopped(process, *words):
+    began = time.monotonic()
+    assert process.end() == 1, process.said
+    assert time.monotonic() - began < 30  # of which 4 are the limit
+    for said in ("stopped: process ", *words):
+        assert said in process.said
 
 
 def test_what_all_hold_is_read_once_in_the_job(tmp_path):

@@ -1,6 +1,7 @@
 """What a process of a test's job does: python worker.py TASK FOLDER; started by the tests."""
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -8,61 +9,91 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from multihost.launching import ROOT, TINY
 
-from maxdiffusion.attention import AttentionOptions, AttentionProblem, plan_attention
+from maxdiffusion.commands import generate
+from maxdiffusion.config.loading import read_config
 from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.pipelines.request import Request
 from maxdiffusion.runtime.agreement import Diverged, agree_on_result
-from maxdiffusion.runtime.coordination import barrier, members
+from maxdiffusion.runtime.coordination import barrier, client, members
 from maxdiffusion.runtime.joining import Patience, environment, find_place, join, stated_place
 from maxdiffusion.runtime.marks import MARKS
 from maxdiffusion.runtime.watch import Watch
 from maxdiffusion.weights.loading import LoadOptions, load_parameters
 
-EXCHANGES = {
-    "ulysses_custom": MeshShape(ulysses=8),
-    "tokamax_ring_custom": MeshShape(ring=8),
-    "ulysses_ring_custom": MeshShape(ring=4, ulysses=2),
-}
+MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
+# One name for each way in which devices exchange keys: gathered, around a ring, heads for tokens,
+# both of these, and both with two streams.
+EXCHANGES = (
+    "flash",
+    "tokamax_ring_custom",
+    "ulysses_custom",
+    "ulysses_ring_custom",
+    "ulysses_ring_custom_bidir",
+)
+ON_FOUR = ("ulysses_custom", "ulysses_ring_custom_bidir")  # they move all that the others do
 QUICK = Patience(join=60, heartbeat=60, hang=2)
 
 
 def exchanges(folder: Path) -> None:
-    """Self-attention of one problem by every exchange; four processes try the one of both kinds."""
-    problem = AttentionProblem(
-        batch=1, q_len=48, kv_len=48, heads=8, head_dim=16, dtype=np.dtype(np.float32)
-    )
-    rng = np.random.default_rng(0)
-    q, k, v = rng.standard_normal((3, 1, 48, 8, 16), np.float32)
-    found = {}
-    names = list(EXCHANGES)[2:] if jax.process_count() == 4 else EXCHANGES
-    for name, shape in ((name, EXCHANGES[name]) for name in names):
-        mesh = build_mesh(shape)
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        plan = plan_attention(name, problem, mesh, AttentionOptions(flash_min_seq_length=0))
-        with jax.set_mesh(mesh):
-            # Interpreted kernels are large programs; so they compile twice as fast.
-            quick = {"xla_backend_optimization_level": 0}
-            program = jax.jit(plan, out_shardings=everywhere, compiler_options=quick)
-            found[name] = np.asarray(program(*(jax.device_put(x, everywhere) for x in (q, k, v))))
+    """A video by every exchange over all devices; the first process keeps the latents of each."""
+    found: dict[str, np.ndarray] = {}
+    compare = generate.check_same
+
+    def keep(latents: np.ndarray, request: Request) -> None:
+        compare(latents, request)
+        found[name] = latents
+
+    generate.check_same = keep
+    for name in EXCHANGES if jax.process_count() < 4 else ON_FOUR:
+        generate.generate(read_config([str(TINY), *arguments(name, folder)]))
     if jax.process_index() == 0:
         np.savez(folder / f"exchanges_{jax.process_count()}.npz", **found)
 
 
+def arguments(attention: str, folder: Path) -> tuple[str, ...]:
+    """A small video: 8 tokens over eight devices, and a step for both experts."""
+    count = jax.process_count()
+    return (
+        *(f"pretrained_model_name_or_path={MODEL}", f"attention={attention}"),
+        *("height=32", "width=32", "num_frames=5", "num_inference_steps=2", "seed=5"),
+        *("ici_ring_parallelism=4", "ici_ulysses_parallelism=2", "per_device_batch_size=0.125"),
+        *(f"output_dir={folder / f'{attention}_{count}'}", f"jax_cache_dir={folder / str(count)}"),
+    )
+
+
 def stand_still(folder: Path) -> None:
     """The processes disagree on a result, and then one of them stays behind."""
-    watch = Watch(members(), QUICK)
-    watch.start()
-    MARKS.reach("a result")
     try:
         agree_on_result("the latents of seed 7", "odd" if jax.process_index() == 1 else "usual")
     except Diverged as error:
         print(f"diverged: {error}", flush=True)
+    watch(QUICK)
     MARKS.reach("before the step")
     if jax.process_index() == 1:
         time.sleep(120)
     MARKS.reach("the step")
     barrier("the step")
+
+
+def wait(folder: Path) -> None:
+    """Waits for a word that nobody says."""
+    MARKS.reach("waiting")
+    watch(replace(QUICK, heartbeat=8, hang=100))
+    print("waits", flush=True)
+    client().blocking_key_value_get("nobody says it", 120_000)
+
+
+def abort(folder: Path) -> None:
+    """Ends as native code ends a process that it cannot go on with."""
+    watch(QUICK)
+    os.abort()
+
+
+def watch(patience: Patience) -> None:
+    """Begins to watch over the job."""
+    Watch(members(), patience, address=os.environ["JAX_COORDINATOR_ADDRESS"]).start()
 
 
 def load(folder: Path) -> None:
@@ -85,6 +116,7 @@ if __name__ == "__main__":
     place = find_place(stated_place("", None, None, environment()), patience=QUICK)
     if place is not None:
         join(place, QUICK)
-    {"exchanges": exchanges, "stand_still": stand_still, "load": load}[task](Path(folder))
+    tasks = (exchanges, stand_still, wait, abort, load)
+    {one.__name__: one for one in tasks}[task](Path(folder))
     if place is not None:
         jax.distributed.shutdown()

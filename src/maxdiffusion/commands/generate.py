@@ -65,12 +65,19 @@ def generate(reading: Reading) -> None:
     with STOPS.heeded():
         for number, group in enumerate(groups):
             MARKS.reach(f"the prompts of {group[0].path.name}")
+            asked = request(preparation, group)
             try:
-                frames = make(pipeline, request(preparation, group), timings, report)
+                latents = make(pipeline, asked, timings, report)
             except StopAsked:
                 raise stopped(groups[:number], videos, preparation.config) from None
-            MARKS.reach(f"writing {group[0].path.name}")
-            write(preparation.config, group, frames)
+            with steps_bar("Decoding", len(group), unit="video") as advance:
+                # What only filled the group up is left out.
+                for video, one in zip(group, latents, strict=False):
+                    MARKS.reach(f"decoding {video.path.name}")
+                    frames = decode(pipeline, asked, one, timings)
+                    MARKS.reach(f"writing {video.path.name}")
+                    write(preparation.config, video, frames)
+                    advance()
     hosts = gather_hosts(timings)
     say("\n".join([*report.lines(), timings.summary(), describe_hosts(hosts)]))
     if preparation.config.timing_file and jax.process_index() == 0:
@@ -169,8 +176,8 @@ def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:
 
 def make(
     pipeline: WanPipeline, request: Request, timings: Timings, report: FastHeadReport
-) -> list[np.ndarray]:
-    """The frames of every video of a request, as bytes."""
+) -> np.ndarray:
+    """The latents of every video of a request, on the host."""
     with timings.stage(Stage.INFERENCE):
         with timings.stage(Stage.CONDITIONING):
             experts = pipeline.condition(request)
@@ -178,8 +185,7 @@ def make(
             watch = report.watch(pipeline, request, experts)
             latents = denoise(pipeline, request, experts, timings, watch)
             check_same(latents, request)
-        with timings.stage(Stage.VAE_DECODE):
-            return decode_all(pipeline, request, latents, timings)
+            return latents
 
 
 def denoise(
@@ -203,41 +209,29 @@ def check_same(latents: np.ndarray, request: Request) -> None:
     agree_on_result(f"latents of seeds {seeds}", hashlib.sha256(latents.tobytes()).hexdigest())
 
 
-def decode_all(
-    pipeline: WanPipeline, request: Request, latents: np.ndarray, timings: Timings
-) -> list[np.ndarray]:
-    """The frames of every video, on the host."""
-    frames = []
-    with steps_bar("Decoding", len(latents), unit="video") as advance:
-        for video in latents:
-            frames.append(decode(pipeline, request, video, timings))
-            advance()
-    return frames
-
-
 def decode(
     pipeline: WanPipeline, request: Request, latents: np.ndarray, timings: Timings
 ) -> np.ndarray:
-    """The frames of one video, on the host."""
-    with timings.stage(Stage.VAE_DECODE_DEVICE):
-        frames = pipeline.decode(request, latents, as_bytes)
-    with timings.stage(Stage.VAE_DECODE_HOST):
-        return np.asarray(frames)
+    """The frames of one video as bytes, on the host."""
+    with timings.stage(Stage.INFERENCE), timings.stage(Stage.VAE_DECODE):
+        with timings.stage(Stage.VAE_DECODE_DEVICE):
+            frames = pipeline.decode(request, latents, as_bytes)
+        with timings.stage(Stage.VAE_DECODE_HOST):
+            return np.asarray(frames)
 
 
-def write(config: Config, group: tuple[Video, ...], frames: list[np.ndarray]) -> None:
-    """Writes the videos of a group; what only filled it up is left out."""
+def write(config: Config, video: Video, frames: np.ndarray) -> None:
+    """Writes a video; it is kept from then on, whatever happens to those after it."""
     if jax.process_index() != 0:
         return
-    for video, pictures in zip(group, frames, strict=False):
-        write_video(
-            video.path,
-            pictures,
-            fps=config.fps,
-            metadata=metadata(config, video),
-            identity=identity(config, video),
-        )
-        print(f"wrote {video.path}", flush=True)
+    write_video(
+        video.path,
+        frames,
+        fps=config.fps,
+        metadata=metadata(config, video),
+        identity=identity(config, video),
+    )
+    print(f"wrote {video.path}", flush=True)
 
 
 def run_details(preparation: Preparation) -> dict[str, object]:

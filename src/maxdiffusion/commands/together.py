@@ -57,7 +57,7 @@ def start(config: Config) -> Watch | None:
     if place is None:
         return None
     join(place, patience)
-    watch = Watch(members(), patience)
+    watch = Watch(members(), patience, address=place.address)
     watch.start()
     print(f"{this_member()} of {place.processes} joined the job at {place.address}", flush=True)
     return watch

@@ -117,6 +117,16 @@ def join(place: Place, patience: Patience) -> None:
         raise CannotJoin(_not_joined(place, waited, _first_line(error))) from error
 
 
+def answers(address: str, seconds: float) -> bool:
+    """Whether somebody listens at an address."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), seconds):
+            return True
+    except OSError:
+        return False
+
+
 @contextmanager
 def _deadline(seconds: float, last_words: Callable[[], str]) -> Iterator[None]:
     """Ends the process in words if the block takes longer.

@@ -8,6 +8,9 @@ Every process tells the others how it is through the coordination service:
     verdict          the culprit and why, by whoever finds it first; all others end on it
     told/<index>     that it has read the verdict: the first process, where the service lives, waits
                      for that before it ends
+
+The service lives in the first process. If that one dies, jax aborts the others at once, and the
+signal of it is heard; if its host is cut off, or it is frozen, a second thread misses its answers.
 """
 
 import faulthandler
@@ -17,97 +20,48 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NoReturn
 
 import jax
 
+from maxdiffusion.runtime.aborting import before_abort
 from maxdiffusion.runtime.atomic import abandon
 from maxdiffusion.runtime.coordination import ROOT, Member, client
-from maxdiffusion.runtime.joining import Patience
-from maxdiffusion.runtime.marks import MARKS, Mark
+from maxdiffusion.runtime.culprits import Word, find_culprit
+from maxdiffusion.runtime.joining import Patience, answers
+from maxdiffusion.runtime.marks import MARKS
 from maxdiffusion.runtime.problems import STOPPED
 
 BEAT_SECONDS = 1.0
-# An error that all processes share is told by each of them, if they are given the time.
-GRACE_SECONDS = 3.0
 _HERE = f"{ROOT}/watch"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Word:
-    """What was last heard of a process, and when it came."""
-
-    text: str
-    arrived: float
-
-    @property
-    def mark(self) -> Mark:
-        """How far it had come."""
-        return Mark(**{name: value for name, value in json.loads(self.text).items() if name != "n"})
-
-
-def find_culprit(
-    members: Sequence[Member],
-    beats: Mapping[int, Word],
-    failures: Mapping[int, Word],
-    *,
-    now: float,
-    patience: Patience,
-) -> str | None:
-    """Who ends the job and why, in words; None while all is well."""
-    for index, failure in sorted(failures.items()):
-        if now - failure.arrived > GRACE_SECONDS:
-            return f"{members[index]} failed: {failure.text}"
-    for index, beat in sorted(beats.items()):
-        if now - beat.arrived > patience.dead:
-            return (
-                f"{members[index]} gave no sign for {now - beat.arrived:.0f} s (limit "
-                f"{patience.dead:g} s): it died, or its host is cut off. Last seen at: "
-                f"{beat.mark.stage}"
-            )
-    return _standing_still(members, beats, patience.hang) if len(beats) == len(members) else None
-
-
-def _standing_still(
-    members: Sequence[Member], beats: Mapping[int, Word], limit: float
-) -> str | None:
-    """The processes that are furthest behind, if they have not moved for too long."""
-    marks = {index: beat.mark for index, beat in beats.items()}
-    lowest = min(mark.number for mark in marks.values())
-    behind = [index for index, mark in marks.items() if mark.number == lowest]
-    quiet = min(marks[index].quiet for index in behind)
-    if quiet <= limit:
-        return None
-    stage = marks[behind[0]].stage
-    if len(behind) == len(members):
-        return (
-            f"all processes stand at {stage!r} for {quiet:.0f} s (hang_timeout_seconds={limit:g})"
-        )
-    names = ", ".join(str(members[index]) for index in behind)
-    further = max(marks.values(), key=lambda mark: mark.number).stage
-    return (
-        f"{names} hangs at {stage!r} for {quiet:.0f} s (hang_timeout_seconds={limit:g}), while "
-        f"others wait at {further!r}"
-    )
-
-
 class Watch:
-    """A thread that tells how this process is, hears how the others are, and ends the job."""
+    """Threads that tell how this process is, hear how the others are, and end the job.
 
-    def __init__(self, members: Sequence[Member], patience: Patience):
-        self._members, self._patience = tuple(members), patience
+    `address` is where the job meets: the first process answers there while it lives.
+    """
+
+    def __init__(self, members: Sequence[Member], patience: Patience, *, address: str):
+        self._members, self._patience, self._address = tuple(members), patience, address
         self._mine = jax.process_index()
         self._beats: dict[int, Word] = {}
         self._failures: dict[int, Word] = {}
         self._count = 0
+        self._unanswered = 0
         self._over = threading.Event()
+        self._ending = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._second = threading.Thread(target=self._count_silence, name="silence", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Begins to watch; what came before does not count as standing still."""
+        MARKS.stir()
         self._beat()
+        before_abort(self._speak_before_abort)
         self._thread.start()
+        self._second.start()
 
     def stop(self) -> None:
         """Ends the watch, at the end of a job that went well on this process."""
@@ -131,9 +85,35 @@ class Watch:
                 self._beat()
                 verdict = self._hear()
             except jax.errors.JaxRuntimeError as error:
-                verdict = self._lost(error)
+                if not self._over.is_set():
+                    self._end_alone(str(error).splitlines()[0][:200])
+                return
+            self._unanswered = 0
             if verdict is not None and not self._over.is_set():
                 self._end(verdict)
+
+    def _count_silence(self) -> None:
+        """Ends this process if calls of the service do not return for as long as a death takes.
+
+        Beats are counted, not seconds: a process that was itself frozen blames nobody for that.
+        """
+        while not self._over.wait(BEAT_SECONDS):
+            self._unanswered += 1
+            if self._unanswered * BEAT_SECONDS > self._patience.dead:
+                self._end_alone(f"no word for {self._patience.dead:g} s")
+
+    def _speak_before_abort(self) -> None:
+        """Names who makes native code end this process; returns if that is this process itself."""
+        if self._over.is_set():  # it ends already, and has said why
+            time.sleep(2 * BEAT_SECONDS)
+        elif self._mine and not answers(self._address, 2 * BEAT_SECONDS):
+            self._end_alone(f"nobody listens at {self._address}, so it died")
+        else:
+            farewell = ("failed", "aborted in native code, see what this process printed")
+            # jax may hold a lock of the service here, so this thread must not wait for it.
+            speaker = threading.Thread(target=self._say_farewell, args=farewell, daemon=True)
+            speaker.start()
+            speaker.join(10 * BEAT_SECONDS)
 
     def _beat(self) -> None:
         self._count += 1
@@ -174,17 +154,23 @@ class Watch:
             return self._heard().get("verdict", culprit)
         return culprit
 
-    def _lost(self, error: Exception) -> str:
-        reason = str(error).splitlines()[0][:200]
-        return f"{self._members[0]}, which the job meets at, does not answer: {reason}"
-
     def _end(self, verdict: str) -> None:
-        """Ends this process, whatever its other threads wait for."""
-        print(f"stopped: {verdict}", file=sys.stderr, flush=True)
-        if "hangs at" in verdict or "stand at" in verdict:
-            faulthandler.dump_traceback(all_threads=True)
-        self._say_farewell("told", "")
-        leave(STOPPED)
+        """Ends this process, whatever its other threads wait for; of several, one thread does."""
+        with self._ending:
+            print(f"stopped: {verdict}", file=sys.stderr, flush=True)
+            if "hangs at" in verdict or "stand at" in verdict:
+                faulthandler.dump_traceback(all_threads=True)
+            self._say_farewell("told", "")
+            leave(STOPPED)
+
+    def _end_alone(self, reason: str) -> None:
+        """Ends this process where the first one can neither judge nor be told."""
+        beat = self._beats.get(0)
+        seen = "" if beat is None else f". Last seen at: {beat.mark.stage}"
+        with self._ending:
+            whom = f"{self._members[0]}, which the job meets at, does not answer"
+            print(f"stopped: {whom}: {reason}{seen}", file=sys.stderr, flush=True)
+            leave(STOPPED)
 
     def _say_farewell(self, topic: str, text: str) -> None:
         """Notes how this process ends; the first one stays until all living ones end too."""

@@ -3,8 +3,8 @@
 import json
 
 from maxdiffusion.runtime.coordination import Member
+from maxdiffusion.runtime.culprits import GRACE_SECONDS, Word, find_culprit
 from maxdiffusion.runtime.joining import Patience
-from maxdiffusion.runtime.watch import GRACE_SECONDS, Word, find_culprit
 
 MEMBERS = tuple(Member(index=index, host=f"host-{index}", pid=100 + index) for index in range(3))
 PATIENCE = Patience(heartbeat=100, hang=600)
