@@ -3,8 +3,9 @@
     python scripts/bench_load_processes.py --processes 2 --gigabytes 0.5
 
 Writes the synthetic checkpoint of bench_load.py to a temporary folder and starts the processes on
-this machine, with eight CPU devices in all. They load it once with whole weights on every device
-and once with weights split over all devices, each time from cold files.
+this machine, with eight CPU devices in all. They load it once with weights split over all devices
+and once with whole weights on every device, each time from cold files. `beside MB` is the most
+memory that a process took above what its devices hold (on a CPU that is memory of the host too).
 """
 
 import argparse
@@ -64,12 +65,14 @@ def start(processes: int, root: str, layers: int) -> list[list[dict[str, object]
 
 def report(said: list[list[dict[str, object]]]) -> None:
     """Prints a line for every load and process, and one for the job."""
-    print("weights     process  read MB  needed MB  read/needed  seconds")
+    print("weights     process  read MB  needed MB  read/needed  held MB  beside MB  seconds")
     for loads in zip(*said, strict=True):
         for index, load in enumerate(loads):
             read, needed = load["read"] / 1e6, load["needed"] / 1e6
-            ratio = f"{read:8.1f} {needed:10.1f} {read / needed:12.2f} {load['seconds']:8.2f}"
-            print(f"{load['weights']:11} {index:7} {ratio}")
+            held, beside = load["held"] / 1e6, (load["growth"] - load["held"]) / 1e6
+            cost = f"{held:8.1f} {beside:10.1f} {load['seconds']:8.2f}"
+            ratio = f"{read:8.1f} {needed:10.1f} {read / needed:12.2f}"
+            print(f"{load['weights']:11} {index:7} {ratio} {cost}")
         whole = loads[0]["whole"] / 1e6
         total = sum(load["read"] for load in loads) / 1e6
         print(f"{loads[0]['weights']:11} {'job':>7} {total:8.1f} of {whole:.1f} MB in the files")
@@ -91,15 +94,27 @@ def work(root: str, layers: int, address: str, processes: int, process: int) -> 
         name: source_of(Path(root) / name, layers, jnp.dtype("bfloat16")) for name in COMPONENTS
     }
     tensors = [tensor for source in sources.values() for tensor in source.stored.tensors.values()]
-    for weights, shape in (("whole", MeshShape(data=8)), ("split", MeshShape(fsdp=8))):
+    for weights, shape in (("split", MeshShape(fsdp=8)), ("whole", MeshShape(data=8))):
         drop([file for source in sources.values() for file in source.stored.files])
         barrier("load")
-        _, cost = load_components(sources, mesh=build_mesh(shape))
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        states, cost = load_components(sources, mesh=build_mesh(shape))
+        arrays = jax.block_until_ready(jax.tree.leaves(states))
         line = {"weights": weights, "read": cost.bytes_read, "needed": cost.bytes_needed}
         line |= {"seconds": cost.seconds, "whole": sum(t.stop - t.start for t in tensors)}
-        print(json.dumps(line), flush=True)
+        line |= {"held": sum(s.data.nbytes for a in arrays for s in a.addressable_shards)}
+        print(json.dumps(line | {"growth": resident("VmHWM") - before}), flush=True)
+        del states, arrays
     if processes > 1:
         jax.distributed.shutdown()
+
+
+def resident(name: str) -> int:
+    """Bytes of memory that this process has now (VmRSS), or had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -272,3 +272,12 @@ def test_files_that_cannot_be_written_are_found_before_the_run(path):
 def test_checking_a_new_folder_leaves_nothing_behind(path, tmp_path):
     job_of(path, f"output_dir={tmp_path}/a/b/c")
     assert not (tmp_path / "a").exists()
+
+
+def test_object_storage_that_cannot_be_used_is_found_before_the_run(path):
+    folder = "pretrained_orbax_dir=s3://bucket/weights"
+    assert "orbax writes arrays to disks and to gs:// only" in message(path, folder)
+    for name in ("aot_cache_dir", "jax_cache_dir", "output_dir"):
+        assert f"{name}='ftp://host/a': must be a path on a disk or" in message(
+            path, f"{name}=ftp://host/a"
+        )

@@ -1,31 +1,34 @@
-"""A prompts file on two processes, cut short twice, gives the files of one process, bit for bit."""
+"""A prompts file on two processes, cut short twice, gives the files of one process, bit for bit.
+
+The two keep everything in object storage; the one has a disk.
+"""
 
 import signal
 import time
 from pathlib import Path
 
-import pytest
-from multihost.launching import TINY, launched, run
+from multihost.launching import ROOT, TINY, launched, run
+from object_storage import served
 
 PROMPTS = ("a red circle moves right", "a blue square stands still", "a green star grows")
 NAMES = tuple(f"wan_output_5_{index}.mp4" for index in range(len(PROMPTS)))
-HEARTBEAT = 20  # so a dead process is named after 10 seconds
+MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
+IN_BUCKETS = ROOT / "tests" / "multihost" / "in_buckets.py"
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("job")
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    return folder
-
-
-def command(folder: Path, output: str) -> tuple[object, ...]:
+def arguments(folder: Path) -> tuple[object, ...]:
     return (
-        *("-m", "maxdiffusion.generate_wan", TINY),
-        *("height=48", "width=32", "num_frames=5", "num_inference_steps=4", "num_videos=1"),
-        *("seed=5", f"prompts_file={folder / 'prompts.txt'}", f"output_dir={folder / output}"),
-        f"jax_distributed_heartbeat_timeout_seconds={HEARTBEAT}",
-        f"jax_cache_dir={folder / 'cache'}",
+        *(TINY, f"pretrained_model_name_or_path={MODEL}", f"prompts_file={folder / 'prompts.txt'}"),
+        *("height=48", "width=32", "num_frames=5", "num_inference_steps=6", "num_videos=1"),
+        *("seed=5", "ici_data_parallelism=2", "ici_context_parallelism=4"),
+        "per_device_batch_size=0.125",
+    )
+
+
+def stored(bucket: str) -> tuple[str, ...]:
+    return (
+        *(f"output_dir={bucket}/videos", f"timing_file={bucket}/timing.json"),
+        *(f"pretrained_orbax_dir={bucket}/weights", f"jax_cache_dir={bucket}/programs"),
     )
 
 
@@ -33,39 +36,43 @@ def files(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(folder: Path) -> None:
-    run(1, command(folder, "alone"))
-    assert files(folder / "alone") == [*NAMES]
+def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    alone, bucket = tmp_path / "alone", tmp_path / "buckets" / "bucket"
+    with served(bucket.parent) as variables:
+        command = (IN_BUCKETS, *arguments(tmp_path), *stored("gs://bucket"))
 
-    # kill -9 in the middle of the second video ends the other process, which names the dead one.
-    with launched(2, command(folder, "shared")) as (first, second):
-        first.wait_for(f"wrote {folder / 'shared' / NAMES[0]}")
-        second.kill()
-        killed = time.monotonic()
-        assert first.end() == 1
-        assert time.monotonic() - killed < HEARTBEAT / 2 + 15
-        assert "stopped: process 1 (host" in first.said
-        assert f"pid {second.process.pid}) gave no sign for" in first.said
-    kept = (folder / "shared" / NAMES[0]).read_bytes()
-    assert NAMES[2] not in files(folder / "shared")
+        # kill -9 of the writer ends the other process, which names it.
+        with launched(2, command, variables=variables) as (first, second):
+            first.wait_for(f"wrote gs://bucket/videos/{NAMES[0]}")
+            first.kill()
+            killed = time.monotonic()
+            assert second.end() == 1
+            assert time.monotonic() - killed < 15  # 5 on a machine that has the time
+            assert f"pid {first.process.pid}), which the job meets at, does not" in second.said
+        kept = (bucket / "videos" / NAMES[0]).read_bytes()
+        assert NAMES[2] not in files(bucket / "videos")
 
-    # SIGTERM to one process stops both, after what they were at.
-    with launched(2, command(folder, "shared")) as (first, second):
-        first.wait_for("videos are there already")
-        first.wait_for(f"wrote {folder / 'shared' / NAMES[1]}")
-        second.kill(signal.SIGTERM)
-        assert [first.end(), second.end()] in ([1, 1], [0, 0])
-        if first.process.returncode == 1:
-            assert "stopped: as asked, with " in first.said
-            assert "The same command makes the rest." in second.said
-            assert "Traceback" not in first.said + second.said
+        # SIGTERM to one process stops both, after what they were at.
+        with launched(2, command, variables=variables) as (first, second):
+            first.wait_for("videos are there already")
+            first.wait_for("weights of vae: taken from gs://bucket/weights/vae")
+            first.wait_for(f"wrote gs://bucket/videos/{NAMES[1]}")
+            second.kill(signal.SIGTERM)
+            assert [first.end(), second.end()] in ([1, 1], [0, 0])
+            if first.process.returncode == 1:
+                assert "stopped: as asked, with " in first.said
+                assert "The same command makes the rest." in second.said
+                assert "Traceback" not in first.said + second.said
 
-    said = run(2, command(folder, "shared"))
+        said = run(2, command, variables=variables)
     assert "videos are there already" in said[0]
-    assert files(folder / "shared") == [*NAMES]
-    assert (folder / "shared" / NAMES[0]).read_bytes() == kept
+    assert files(bucket / "videos") == [*NAMES]
+    assert (bucket / "videos" / NAMES[0]).read_bytes() == kept
+
+    run(1, ("-m", "maxdiffusion.generate_wan", *arguments(tmp_path), f"output_dir={alone}"))
+    assert files(alone) == [*NAMES]
     for name in NAMES:
-        same = (folder / "alone" / name).read_bytes() == (folder / "shared" / name).read_bytes()
-        assert same, name
+        assert (alone / name).read_bytes() == (bucket / "videos" / name).read_bytes(), name
     for one in said:
         assert one.count("wrote ") in (0, 1)

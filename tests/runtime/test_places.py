@@ -1,32 +1,27 @@
-"""Paths on a disk and in object storage, which here is a dictionary behind the same library."""
+"""Paths on a disk and in object storage, which here is a folder behind the same library."""
 
-import fsspec
+import json
+
 import numpy as np
+import object_storage
 import pytest
-from fsspec.implementations.memory import MemoryFileSystem
 
+from maxdiffusion.pipelines.executable_files import read_executable, write_executable
 from maxdiffusion.runtime.atomic import replacing
-from maxdiffusion.runtime.places import is_remote, place, remote_problem
+from maxdiffusion.runtime.json_lines import add_new_lines, append_lines, whole_lines
+from maxdiffusion.runtime.places import copy_folder, is_remote, local_copy, place, remote_problem
 from maxdiffusion.runtime.video import is_video_of, write_video
-
-
-class Bucket(MemoryFileSystem):
-    """Answers to gs:// in place of gcsfs."""
-
-    protocol = ("gs", "gcs")
-    store = {}  # noqa: RUF012 - fsspec's own form
-    pseudo_dirs = [""]  # noqa: RUF012
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        path = str(path).removeprefix("gs://").removeprefix("gcs://")
-        return "/" + path.strip("/") if path.strip("/") else ""
+from maxdiffusion.training.cached_clips import CachedClips
+from maxdiffusion.training.latent_cache import MANIFEST, save_shard, shard_file
+from maxdiffusion.weights.atomic import new_folder
 
 
 @pytest.fixture
-def bucket():
-    fsspec.register_implementation("gcs", Bucket, clobber=True)
-    Bucket.store.clear()
+def bucket(tmp_path, monkeypatch):
+    """The folder that gs://bucket is."""
+    monkeypatch.setenv(object_storage.ROOT, str(tmp_path / "buckets"))
+    object_storage.use_buckets()
+    return tmp_path / "buckets" / "bucket"
 
 
 def test_a_disk_is_told_from_a_bucket(tmp_path):
@@ -62,6 +57,60 @@ def test_a_video_in_a_bucket_is_known_again():
     write_video(target, frames, fps=8, identity="maxdiffusion-0123")
     assert is_video_of(target, "maxdiffusion-0123")
     assert not is_video_of(target, "maxdiffusion-4567")
+
+
+@pytest.mark.usefixtures("bucket")
+def test_lines_are_added_in_a_bucket():
+    file = place("gs://bucket/notes.jsonl")
+    append_lines(file, [{"a": 1}])
+    add_new_lines(file, [{"a": 1}, {"a": 2}])
+    assert whole_lines(file) == [{"a": 1}, {"a": 2}]
+
+
+@pytest.mark.usefixtures("bucket")
+def test_compiled_programs_are_kept_in_a_bucket():
+    file = place("gs://bucket/programs") / "step.executable"
+    write_executable(file, {"jax": "1"}, b"code")
+    assert [found.name for found in file.parent.glob("step*.executable")] == ["step.executable"]
+    assert read_executable(file, {"jax": "1"}) == b"code"
+
+
+@pytest.mark.usefixtures("bucket")
+def test_latents_are_kept_in_a_bucket():
+    folder = place("gs://bucket/latents")
+    latents = np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2)
+    tensors = {"latents": latents, "ids": np.ones((2, 4), np.int32), "lengths": np.array([4, 3])}
+    save_shard(shard_file(folder, 0), tensors)
+    (folder / MANIFEST).write_text("{}")
+    clips = CachedClips(folder)
+    assert len(clips) == 2
+    np.testing.assert_array_equal(clips[1]["latents"], latents[1])
+
+
+def test_a_folder_goes_to_a_bucket_when_it_is_whole(bucket):
+    def write(*, fails):
+        with new_folder(place("gs://bucket/model")) as unfinished:
+            (unfinished / "vae").mkdir()
+            (unfinished / "vae" / "config.json").write_text(json.dumps({"a": 1}))
+            assert not fails, "stop"
+
+    with pytest.raises(AssertionError, match="stop"):
+        write(fails=True)
+    assert not (bucket / "model").exists()
+    write(fails=False)
+    assert json.loads((bucket / "model" / "vae" / "config.json").read_text()) == {"a": 1}
+
+
+@pytest.mark.usefixtures("bucket")
+def test_what_reads_disks_only_gets_a_copy(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text("text")
+    assert local_copy(folder / "a.txt") == folder / "a.txt"
+    copy_folder(folder, place("gs://bucket/copied"))
+    copy = local_copy(place("gs://bucket/copied/a.txt"))
+    assert not is_remote(copy)
+    assert (copy.suffix, copy.read_text()) == (".txt", "text")
 
 
 @pytest.mark.usefixtures("bucket")

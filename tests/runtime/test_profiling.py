@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import object_storage
 import pytest
 
-from maxdiffusion.runtime.profiling import ProfilePlan, Profiler, copy_folder
+from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
 
 
 @jax.jit
@@ -68,13 +69,12 @@ def test_without_a_plan_nothing_is_written(tmp_path, monkeypatch):
     assert not [*tmp_path.iterdir()]
 
 
-def test_folders_are_copied_whole(tmp_path):
-    from etils import epath
-
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "a" / "b" / "trace").write_text("x")
-    copy_folder(epath.Path(tmp_path / "a"), epath.Path(tmp_path / "c"))
-    assert (tmp_path / "c" / "b" / "trace").read_text() == "x"
+def test_a_profile_goes_to_object_storage(tmp_path, monkeypatch):
+    monkeypatch.setenv(object_storage.ROOT, str(tmp_path))
+    object_storage.use_buckets()
+    plan = ProfilePlan(folder="gs://bucket/profile", skip=0, steps=1)
+    assert [*Profiler(plan).watch(loop(1))] == [0]
+    assert traced_steps(tmp_path / "bucket" / "profile") == [0]
 
 
 def test_a_plan_of_no_steps_is_refused():

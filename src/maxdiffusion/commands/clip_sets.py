@@ -9,6 +9,7 @@ from maxdiffusion.config.config import Config
 from maxdiffusion.pipelines.shapes import VideoShape, shape_problems
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.runtime.json_lines import add_new_lines
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.runtime.progress import steps_bar
 from maxdiffusion.training.buckets import Sorted, sort_videos
@@ -29,7 +30,7 @@ class ClipSet:
 
 def clip_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
     """The clips of a config: one set, or one for each of its buckets that has clips."""
-    root = Path(config.latent_cache_dir).expanduser()
+    root = place(config.latent_cache_dir)
     if not config.video_buckets:
         return (ClipSet(clips=clips(config), size=clip_size(config), cache=root),)
     buckets = bucket_sizes(config)

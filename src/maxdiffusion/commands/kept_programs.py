@@ -1,9 +1,7 @@
 """`aot_cache_dir`: a folder of compiled programs that jobs start from and preflight fills."""
 
-import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 
@@ -12,7 +10,8 @@ from maxdiffusion.config.output_checks import writing_problems
 from maxdiffusion.pipelines.executable_key import surroundings
 from maxdiffusion.pipelines.executables import ExecutableStore
 from maxdiffusion.pipelines.programs import Workshop
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.runtime.places import place
+from maxdiffusion.runtime.problems import ProblemsFound
 
 
 def keep_programs(workshop: Workshop, config: Config) -> Workshop:
@@ -33,14 +32,8 @@ def store_of(
     """The folder that a config names, for the programs of this workshop; None without one."""
     if not config.aot_cache_dir:
         return None
-    folder = Path(os.path.expanduser(config.aot_cache_dir))
+    folder = place(config.aot_cache_dir)
     problems = list(writing_problems("aot_cache_dir", config.aot_cache_dir, folder))
-    if "://" in config.aot_cache_dir:
-        rule, remedy = "must be a folder on a disk", "Copy the programs to one"
-        problem = Problem(
-            name="aot_cache_dir", value=config.aot_cache_dir, rule=rule, remedy=remedy
-        )
-        problems.append(problem)
     if problems:
         raise ProblemsFound(problems)
     spec = workshop.spec

@@ -13,7 +13,7 @@ from maxdiffusion.commands.training_data import ClipStore, as_clip_batch
 from maxdiffusion.commands.training_models import first
 from maxdiffusion.commands.training_results import Model, SampleVideos, export
 from maxdiffusion.commands.training_run import Run, train_steps
-from maxdiffusion.commands.training_settings import batch_shape, missing_folders, wan_training
+from maxdiffusion.commands.training_settings import batch_shape, folder_problems, wan_training
 from maxdiffusion.config.config import Config
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.config.profile_checks import profile_problems
@@ -65,7 +65,7 @@ def check(config: Config, earlier: list[Problem]) -> None:
     problems = [
         *earlier,
         *profile_problems(config, "max_train_steps"),
-        *missing_folders(config, "checkpoint_dir", "latent_cache_dir"),
+        *folder_problems(config, "checkpoint_dir", "latent_cache_dir"),
     ]
     if config.synthetic_window:
         rule = "windows are for the autoencoder: experts train on whole clips"

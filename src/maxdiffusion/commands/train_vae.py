@@ -1,7 +1,6 @@
 """From a config to a trained video autoencoder in a diffusers folder."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -11,7 +10,7 @@ from maxdiffusion.commands.generate import say, use_cache
 from maxdiffusion.commands.training_models import vae_of
 from maxdiffusion.commands.training_run import Run, train_steps
 from maxdiffusion.commands.training_settings import (
-    missing_folders,
+    folder_problems,
     optimiser,
     training_mesh,
     windows,
@@ -22,6 +21,7 @@ from maxdiffusion.config.profile_checks import profile_problems
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.runtime.disk import writing
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.training.blank import vae_json
 from maxdiffusion.training.data import Batches, Order
@@ -65,7 +65,7 @@ def check(config: Config, earlier: list[Problem]) -> None:
     problems = [
         *earlier,
         *profile_problems(config, "max_train_steps"),
-        *missing_folders(config, "checkpoint_dir"),
+        *folder_problems(config, "checkpoint_dir"),
     ]
     if problems:
         raise ProblemsFound(problems)
@@ -102,7 +102,7 @@ def export(
         table=vae_map(measured),
         config={**folder.configs[VAE], **vae_json(measured)},
     )
-    target = Path(config.export_dir).expanduser()
+    target = place(config.export_dir)
     with writing("the trained model", target):
         export_model(folder.root, target, {VAE: part})
     count = sum(map(len, latents))

@@ -21,6 +21,7 @@ from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.runtime.coordination import barrier
 from maxdiffusion.runtime.disk import room_problems
 from maxdiffusion.runtime.marks import MARKS
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.runtime.progress import Advance, steps_bar
 from maxdiffusion.training.cached_clips import CachedClips
@@ -100,11 +101,12 @@ class ClipStore:
         size = held.size
         pixels = size.frames * size.height * size.width
         clip_bytes = FLOAT_BYTES * prod(self.latent(held).dims)
+        devices = jax.local_device_count()
         return CachePlan(
             model=self._model,
             caption_tokens=self.caption_tokens,
             shard=max(1, min(SHARD, SHARD_BYTES // clip_bytes)),
-            batch=max(1, min(BATCH, WHOLE_CLIP_PIXELS // pixels)),
+            batch=devices * max(1, min(BATCH // devices, WHOLE_CLIP_PIXELS // pixels)),
         )
 
     def fill(self) -> None:
@@ -165,7 +167,7 @@ class ClipStore:
         for held, plan in plans:
             clips = min(len(held.clips), missing[held.cache] * plan.shard)
             needed += FLOAT_BYTES * clips * (prod(self.latent(held).dims) + text)
-        cache = Path(self.config.latent_cache_dir).expanduser()
+        cache = place(self.config.latent_cache_dir)
         problems = list(room_problems("latent_cache_dir", cache, needed))
         if problems:
             raise ProblemsFound(problems)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.config.config import Config
 from maxdiffusion.mesh import MeshShape, build_mesh
@@ -45,17 +45,29 @@ def vae_of(
 
 
 def clip_encoder(folder: ModelFolder, spec: WanSpec) -> Encode:
-    """Turns bytes of clips into normalised latents (the most likely ones)."""
-    part, values = vae_of(folder, spec)
+    """Turns bytes of clips into normalised latents (the most likely ones).
+
+    Each process works on its own; its devices share the clips of a batch.
+    """
+    devices = jax.local_devices()
+    mesh = build_mesh(MeshShape(data=len(devices)), devices=devices)
+    part, values = vae_of(folder, spec, mesh)
 
     @jax.jit
     def encode(values: Values, videos: jax.Array) -> jax.Array:
         vae = part.merge(values)
         signed = videos.astype(jnp.float32) / 127.5 - 1.0
-        chunk = ALL_FRAMES if videos.size <= 3 * WHOLE_CLIP_PIXELS else 1
-        return vae.normalise(vae.encode(signed, chunk=chunk).mean)
+        whole = videos.size <= 3 * WHOLE_CLIP_PIXELS * len(devices)
+        return vae.normalise(vae.encode(signed, chunk=ALL_FRAMES if whole else 1).mean)
 
-    return lambda videos: np.asarray(encode(values, videos))
+    def run(videos: np.ndarray) -> np.ndarray:
+        missing = -len(videos) % len(devices)
+        even = np.concatenate([videos, np.repeat(videos[-1:], missing, axis=0)])
+        with jax.set_mesh(mesh):
+            shared = jax.device_put(even, NamedSharding(mesh, PartitionSpec("data")))
+            return np.asarray(encode(values, shared))[: len(videos)]
+
+    return run
 
 
 def text_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeText:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -61,7 +60,7 @@ def export(model: Model, state: TrainState) -> None:
         name: NewPart(state=part, table=tables[name], config=model.folder.configs[name])
         for name, part in model.states(state).items()
     }
-    folder = Path(config.export_dir).expanduser()
+    folder = place(config.export_dir)
     with writing("the trained model", folder):
         export_model(model.folder.root, folder, parts, dtype=np.dtype(config.weights_dtype))
     say(f"wrote {config.export_dir}")

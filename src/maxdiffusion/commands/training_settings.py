@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.commands.pipeline_settings import attention_options
 from maxdiffusion.config.config import Config
+from maxdiffusion.config.output_checks import disk_problems, storage_problems
 from maxdiffusion.config.validation import resolve_mesh
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.mesh.devices import slice_index
@@ -37,12 +38,14 @@ def training_mesh(config: Config, heads: int | None) -> Mesh:
     return build_mesh(split.ici, dcn=split.dcn)
 
 
-def missing_folders(config: Config, *names: str) -> Iterator[Problem]:
-    """A problem for every key that must name a folder and does not."""
+def folder_problems(config: Config, *names: str) -> Iterator[Problem]:
+    """Problems with the keys that must name folders, and with other places that are written to."""
     for name in names:
         if not config.values[name]:
             rule, remedy = "training needs a folder of its own", f"Set {name}=FOLDER"
             yield Problem(name=name, value="", rule=rule, remedy=remedy)
+    yield from storage_problems(config, *names, "export_dir", "output_dir", "jax_cache_dir")
+    yield from disk_problems(config, "metrics_file", "tensorboard_dir")
 
 
 def optimiser(config: Config) -> Optimiser:

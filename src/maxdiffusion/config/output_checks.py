@@ -9,21 +9,44 @@ from maxdiffusion.config.config import Config
 from maxdiffusion.runtime.places import is_remote, remote_problem
 from maxdiffusion.runtime.problems import Problem
 
+OF_ORBAX = ("pretrained_orbax_dir", "checkpoint_dir")
 NAME_FIELDS = frozenset({"seed", "i"})
 
 
 def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
     """Problems with the names and folders of the files; `videos` is how many there will be."""
     yield from name_problems(config.output_name, videos)
-    for name in ("output_dir", "timing_file"):
-        value = config.values[name]
-        if is_remote(value) and (problem := remote_problem(name, value)) is not None:
-            yield problem
+    yield from storage_problems(
+        config,
+        *("output_dir", "timing_file", "pretrained_orbax_dir", "jax_cache_dir", "aot_cache_dir"),
+    )
     if not config.output_dir:
         rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
         yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
     yield from writing_problems("output_dir", config.output_dir, Path(config.output_dir))
     yield from writing_problems("timing_file", config.timing_file, Path(config.timing_file).parent)
+
+
+def storage_problems(config: Config, *names: str) -> Iterator[Problem]:
+    """A problem for every key that names object storage which cannot be used."""
+    for name in names:
+        value = config.values[name]
+        if not is_remote(value):
+            continue
+        if name in OF_ORBAX and not value.startswith("gs://"):
+            rule, remedy = "orbax writes arrays to disks and to gs:// only", "Use one of these"
+            yield Problem(name=name, value=value, rule=rule, remedy=remedy)
+        elif (problem := remote_problem(name, value)) is not None:
+            yield problem
+
+
+def disk_problems(config: Config, *names: str) -> Iterator[Problem]:
+    """A problem for every key that names object storage for what grows while it is written."""
+    for name in names:
+        value = config.values[name]
+        if is_remote(value):
+            rule = "must be on a disk: lines are added to it, which object storage cannot do"
+            yield Problem(name=name, value=value, rule=rule, remedy="Copy it there afterwards")
 
 
 def writing_problems(name: str, value: str, folder: Path) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from maxdiffusion.runtime.places import is_remote
+from maxdiffusion.runtime.places import copy_file, is_remote
 
 _unfinished: set[Path] = set()
 _lock = threading.Lock()
@@ -29,7 +29,7 @@ def replacing(path: Path) -> Iterator[Path]:
             local = Path(scratch) / path.name
             yield local
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(local.read_bytes())
+            copy_file(local, path)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.{uuid.uuid4().hex[:12]}{path.suffix}")

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from maxdiffusion.runtime.atomic import replacing
+from maxdiffusion.runtime.places import is_remote
+
 
 def whole_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a file (none: no objects); a line that was cut short is left out."""
@@ -21,7 +24,15 @@ def whole_lines(file: Path) -> list[dict[str, Any]]:
 
 
 def append_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
-    """Adds lines to a file, which is made if need be; never to one that was cut short."""
+    """Adds lines to a file, which is made if need be; never to one that was cut short.
+
+    In object storage nothing can be added to a file: it is written anew.
+    """
+    if is_remote(file):
+        with replacing(file) as anew:
+            texts = (f"{json.dumps(line)}\n" for line in [*whole_lines(file), *lines])
+            anew.write_text("".join(texts), encoding="utf-8")
+        return
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a+b") as stream:
         if stream.tell():

@@ -4,7 +4,12 @@ gs://, s3://, az:// and hf:// need their own library (gcsfs, s3fs, ...), which i
 this package; all else is a path on a disk.
 """
 
+import atexit
+import functools
 import os
+import shutil
+import tempfile
+import uuid
 from pathlib import Path
 from typing import cast
 
@@ -25,6 +30,44 @@ def place(text: str) -> Path:
     if is_remote(text):
         return cast(Path, epath.Path(text))  # has the methods of Path, and is none
     return Path(text).expanduser().absolute()
+
+
+def local_copy(path: Path) -> Path:
+    """The file itself on a disk; of one in object storage a copy, for what reads disks only.
+
+    Copies are removed when the process ends.
+    """
+    if not is_remote(path):
+        return path
+    copy = _scratch() / f"{uuid.uuid4().hex}{path.suffix}"
+    copy_file(path, copy)
+    return copy
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """Copies the content of a file; either may be in object storage.
+
+    The copies of the libraries stay within one storage.
+    """
+    with source.open("rb") as read, target.open("wb") as written:
+        shutil.copyfileobj(read, written, 1 << 24)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copies all files below `source` to `target`, which is made if need be."""
+    target.mkdir(parents=True, exist_ok=True)
+    for item in source.iterdir():
+        if item.is_dir():
+            copy_folder(item, target / item.name)
+        else:
+            copy_file(item, target / item.name)
+
+
+@functools.cache
+def _scratch() -> Path:
+    folder = tempfile.mkdtemp(prefix="maxdiffusion_")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
 
 
 def remote_problem(name: str, text: str) -> Problem | None:

@@ -5,13 +5,17 @@ A process profiles itself and waits for nobody, so a profile cannot hold up a jo
 """
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import jax
 from etils import epath
+
+from maxdiffusion.runtime.places import copy_folder, is_remote, place
 
 Item = TypeVar("Item")
 
@@ -95,7 +99,7 @@ class Trace:
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._remote = "://" in folder
+        self._remote = is_remote(folder)
         # The profiler writes files of this machine only.
         self._local = tempfile.mkdtemp(prefix="profile_") if self._remote else folder
         options = jax.profiler.ProfileOptions()
@@ -106,15 +110,5 @@ class Trace:
         """Ends the trace and writes it to its folder."""
         jax.profiler.stop_trace()
         if self._remote:
-            copy_folder(epath.Path(self._local), epath.Path(self._folder))
-            epath.Path(self._local).rmtree()
-
-
-def copy_folder(source: epath.Path, target: epath.Path) -> None:
-    """Copies all files below `source` to `target`."""
-    target.mkdir(parents=True, exist_ok=True)
-    for item in source.iterdir():
-        if item.is_dir():
-            copy_folder(item, target / item.name)
-        else:
-            item.copy(target / item.name, overwrite=True)
+            copy_folder(Path(self._local), place(self._folder))
+            shutil.rmtree(self._local)

@@ -9,6 +9,7 @@ import numpy as np
 from safetensors import safe_open
 
 from maxdiffusion.runtime.json_lines import whole_lines
+from maxdiffusion.runtime.places import local_copy
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.training.data import Sample
 from maxdiffusion.training.latent_cache import MANIFEST, SKIPPED, bad_cache
@@ -69,7 +70,7 @@ class Shard:
     """Tensors of as many rows each in one file; only the rows that are asked for are read."""
 
     def __init__(self, file: Path):
-        self._opened: Any = safe_open(file, framework="np")
+        self._opened: Any = safe_open(local_copy(file), framework="np")
         self._slices = {name: self._opened.get_slice(name) for name in self._opened.keys()}  # noqa: SIM118
 
     def read(self, row: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import tempfile
 import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from maxdiffusion.runtime.coordination import barrier, from_first
-from maxdiffusion.runtime.places import is_remote, place
+from maxdiffusion.runtime.places import copy_folder, is_remote, place
 
 UNFINISHED = ".unfinished-"
 
@@ -19,8 +20,14 @@ UNFINISHED = ".unfinished-"
 def new_folder(folder: Path) -> Iterator[Path]:
     """An unfinished folder beside `folder` that takes its place when the block ends well.
 
-    What was at `folder` before is removed only after the new one is complete.
+    What was at `folder` before is removed only after the new one is complete. What goes to object
+    storage is written on the disk first, and sent file by file when it is complete.
     """
+    if is_remote(folder):
+        with tempfile.TemporaryDirectory() as scratch:
+            yield Path(scratch)
+            copy_folder(Path(scratch), folder)
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = folder.parent / f"{UNFINISHED}{folder.name}-{uuid.uuid4().hex[:8]}"
     unfinished.mkdir()

@@ -78,13 +78,17 @@ def _finer(final: Sharding, shape: tuple[int, ...]) -> Iterator[NamedSharding]:
             yield NamedSharding(mesh, PartitionSpec(*(entry or None for entry in split)))
 
 
-def spread_parts(arrays: Sequence[jax.Array], finals: Sequence[Sharding]) -> list[jax.Array]:
-    """The arrays moved to where they are to lie; all processes must call it alike."""
+def spread_parts(arrays: list[jax.Array], finals: Sequence[Sharding]) -> list[jax.Array]:
+    """The arrays moved to where they are to lie; all processes must call it alike.
+
+    `arrays` is emptied on the way: what was moved does not lie beside what it became.
+    """
     spread: list[jax.Array] = []
-    pairs = list(zip(arrays, finals, strict=True))
-    for batch in _batches(pairs, [array.nbytes for array in arrays]):
-        moved = jax.jit(_same, out_shardings=[final for _, final in batch])
-        spread += jax.block_until_ready(moved([array for array, _ in batch]))
+    sizes = [array.nbytes for array in arrays]
+    arrays.reverse()  # so that the first can be taken from the end
+    for batch in _batches(finals, sizes):
+        moved = jax.jit(_same, out_shardings=batch)
+        spread += jax.block_until_ready(moved([arrays.pop() for _ in batch]))
     return spread
 
 
