@@ -16,7 +16,7 @@ from maxdiffusion.attention.on_device import Alone
 from maxdiffusion.attention.on_device.flash import FlashKernel
 from maxdiffusion.attention.on_device.kernel import DeviceKernel
 from maxdiffusion.attention.on_device.splash import JaxSplashKernel, TokamaxKernel
-from maxdiffusion.kernels.flash.blocks import LANES, round_up
+from maxdiffusion.kernels.flash.blocks import LANES
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.preflight.bundles import KernelCode, read_kernels
 from maxdiffusion.preflight.chips import Chip
@@ -53,7 +53,7 @@ class KernelUse:
     def cycles(self, code: "KernelFigures") -> float:
         """Cycles of one attention."""
         whole, rest = divmod(self.kv_len, self.tile.block_kv)
-        ragged = round_up(rest, LANES) / self.tile.block_kv if rest else 0.0
+        ragged = -(-rest // self.tile.kv_step) * self.tile.kv_step / self.tile.block_kv
         every_pass = whole * code.main_loop_cycles + ragged * code.ragged_cycles
         steps = -(-self.kv_len // self.tile.block_kv)
         every_block = steps * code.step_bundles + code.q_block_bundles
@@ -62,11 +62,15 @@ class KernelUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """What a kernel does at once: queries and keys of a grid step, and of its main loop's pass."""
+    """What a kernel does at once: queries and keys of a grid step, and of its main loop's pass.
+
+    Keys of a last block come in steps of `kv_step`.
+    """
 
     block_q: int
     block_kv: int
     q_tile: int
+    kv_step: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +127,7 @@ def tile_of(kernel: DeviceKernel) -> Tile | None:
             block_q=blocks.block_q,
             block_kv=blocks.block_kv,
             q_tile=blocks.q_tile,
+            kv_step=LANES,
         )
     if isinstance(kernel, JaxSplashKernel | TokamaxKernel):
         splash = kernel.blocks if isinstance(kernel, JaxSplashKernel) else kernel.settings.blocks
