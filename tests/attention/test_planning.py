@@ -1,5 +1,7 @@
 """What a plan says, what it refuses, and that it refuses with every reason at once."""
 
+import re
+
 import jax.numpy as jnp
 import pytest
 from attention.cases import mesh_of
@@ -248,6 +250,13 @@ def test_describes_what_runs_and_what_it_costs():
         "forward only",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize("name", ["flash", "ulysses_ring", "ulysses_custom"])
+def test_every_pallas_kernel_says_what_it_takes_of_vmem(name):
+    options = AttentionOptions(flash_min_seq_length=0)
+    plan = plan_attention(name, problem(q_len=256, kv_len=256), mesh_of((1, 1, 2, 2, 1)), options)
+    assert re.search(r"VMEM (about )?[01]\.\d MiB", plan.describe())
 
 
 def test_counts_the_bytes_that_an_all_to_all_and_a_ring_send():

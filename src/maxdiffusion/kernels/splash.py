@@ -41,6 +41,13 @@ class SplashBlocks:
         """What the padded key length is a multiple of."""
         return math.lcm(self.block_kv, self.block_kv_dkv, self.block_kv_dq)
 
+    def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
+        """VMEM of a forward call: blocks, held twice, its float32 state, and one tile of scores."""
+        lanes = -(-head_dim // 128) * 128
+        blocks = 2 * (2 * self.block_q + 2 * self.block_kv) * lanes * itemsize
+        state = self.block_q * (lanes + 2 * 128) * 4
+        return blocks + state + self.block_q * self.block_kv_compute * 4
+
 
 def pad_length(array: Array, dim: int, multiple: int) -> Array:
     """`array` with zeros appended until its dimension `dim` is a multiple of `multiple`."""

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.attention.keys import KeyShard
 from maxdiffusion.attention.on_device.kernel import DeviceKernel, GradientKernel, Tokens
 from maxdiffusion.attention.on_device.limits import pallas_problems, splash_block_problems
+from maxdiffusion.attention.on_device.site import KernelSite
 from maxdiffusion.attention.tuned_blocks import splash_blocks
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.kernels.splash import SplashBlocks, splash_attention
@@ -18,6 +19,13 @@ from maxdiffusion.kernels.tokamax_splash import (
     tokamax_partials,
 )
 from maxdiffusion.runtime.problems import Problem
+
+
+def tiles_in_words(blocks: SplashBlocks, site: KernelSite) -> str:
+    """The tiles of a splash kernel, and roughly its VMEM: it is the library's to lay out."""
+    vmem = blocks.vmem_bytes(site.head_dim, site.dtype.itemsize) / 2**20
+    tiles = f"q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}"
+    return f"blocks: {tiles}; VMEM about {vmem:.1f} MiB"
 
 
 class JaxSplashKernel(DeviceKernel):
@@ -36,9 +44,8 @@ class JaxSplashKernel(DeviceKernel):
         return [*pallas_problems(self.title, self.site), *splash_block_problems(self.site)]
 
     def details(self) -> Sequence[str]:
-        """The tile sizes."""
-        blocks = self.blocks
-        return (f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}",)
+        """The tile sizes and what they take of VMEM."""
+        return (tiles_in_words(self.blocks, self.site),)
 
     def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
         """Attention over all keys."""
@@ -76,11 +83,9 @@ class TokamaxKernel(GradientKernel):
         return [*pallas_problems(self.title, self.site), *splash_block_problems(self.site)]
 
     def details(self) -> Sequence[str]:
-        """The tile sizes and the exponent."""
-        blocks = self.settings.blocks
+        """The tile sizes, what they take of VMEM, and the exponent."""
         base = "2" if self.settings.use_base2_exp else "e"
-        tiles = f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}"
-        return (f"{tiles}; exponent base {base}",)
+        return (f"{tiles_in_words(self.settings.blocks, self.site)}; exponent base {base}",)
 
     def attend(self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, shared: Any) -> Tokens:
         """Attention over all keys."""
