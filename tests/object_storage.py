@@ -6,12 +6,14 @@ writes the arrays of orbax, speaks to Google's service over HTTP; `served` answe
 
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -54,6 +56,12 @@ class Buckets(DirFileSystem):
 def use_buckets() -> None:
     """Makes this process find gs:// in the folder that the environment names."""
     fsspec.register_implementation("gcs", Buckets, clobber=True)
+    # gcsfs brings Google's own library, which orbax asks one thing: how a bucket names folders.
+    plain = SimpleNamespace(hierarchical_namespace_enabled=False)
+    client = SimpleNamespace(get_bucket=lambda name: plain)
+    cloud = ModuleType("google.cloud")
+    cloud.storage = SimpleNamespace(Client=lambda: client)  # type: ignore[attr-defined]
+    sys.modules["google.cloud"] = cloud
 
 
 @contextmanager

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+import object_storage
 import pytest
 from training import toy_run
 
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import ProblemsFound
 from maxdiffusion.training.checkpoints import Checkpoints, fingerprints
 from maxdiffusion.training.loop import LossNotFinite
@@ -64,6 +66,20 @@ def test_sigterm_saves_and_says_so(whole, tmp_path):
     kept = Checkpoints(tmp_path).steps[-1]
     assert 5 <= kept <= 7
     state, _ = toy_run.run(tmp_path, STEPS)
+    assert toy_run.summary(state) == whole
+
+
+def test_a_run_continues_from_a_bucket(whole, tmp_path, monkeypatch):
+    with object_storage.served(tmp_path) as variables:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        object_storage.use_buckets()
+        folder = place("gs://bucket/run")
+        toy_run.run(folder, 9)
+        flip(largest_file(tmp_path / "bucket" / "run" / "9" / "state"))
+        state, said = toy_run.run(folder, STEPS)
+    assert "checkpoint of step 9 is damaged" in said[0]
+    assert said[0].endswith("it is now gs://bucket/run/damaged-9; continuing from step 8")
     assert toy_run.summary(state) == whole
 
 

@@ -9,7 +9,6 @@ import json
 import resource
 import sys
 import time
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +51,7 @@ def start():
 def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_loss, every=4):
     """Trains from the newest checkpoint in `folder`; returns the end and what was said."""
     said = []
-    checkpoints = Checkpoints(Path(folder), keep=3, say=said.append)
+    checkpoints = Checkpoints(folder, keep=3, say=said.append)
     batches = Batches(Rows(), Order(batch=8, seed=2))
     state = start()
     restored = checkpoints.restore(state)

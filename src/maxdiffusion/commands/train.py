@@ -22,6 +22,7 @@ from maxdiffusion.runtime.agreement import agree
 from maxdiffusion.runtime.coordination import several
 from maxdiffusion.runtime.disk import room_problems
 from maxdiffusion.runtime.libtpu_flags import describe_flags
+from maxdiffusion.runtime.places import place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 from maxdiffusion.training.data import Batches, Order
 from maxdiffusion.training.flops import FORMULA
@@ -111,7 +112,7 @@ def export_problems(config: Config, folder: ModelFolder) -> Iterator[Problem]:
     """A problem if a model as large as the one in the folder has no room in `export_dir`."""
     if config.export_dir:
         size = sum(file.stat().st_size for file in folder.root.rglob("*") if file.is_file())
-        yield from room_problems("export_dir", Path(config.export_dir), size)
+        yield from room_problems("export_dir", place(config.export_dir), size)
 
 
 def start_up_plan(job: TrainingJob) -> str:

@@ -63,6 +63,15 @@ def copy_folder(source: Path, target: Path) -> None:
             copy_file(item, target / item.name)
 
 
+def move_folder(source: Path, target: Path) -> None:
+    """Gives a folder another name; in object storage, where only files have names, by copies."""
+    if is_remote(source):
+        copy_folder(source, target)
+        cast(epath.Path, source).rmtree()
+    else:
+        source.rename(target)
+
+
 @functools.cache
 def _scratch() -> Path:
     folder = tempfile.mkdtemp(prefix="maxdiffusion_")

@@ -26,7 +26,7 @@ from jax import lax
 
 from maxdiffusion.runtime.agreement import agree_on_result
 from maxdiffusion.runtime.coordination import barrier, from_first
-from maxdiffusion.runtime.places import place
+from maxdiffusion.runtime.places import move_folder, place
 from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
 from maxdiffusion.training.inventory import find_damage, write_inventory
 from maxdiffusion.training.parts import check_same_shapes
@@ -173,7 +173,7 @@ class Checkpoints:
         self._manager.close()
         barrier("a damaged checkpoint")
         if jax.process_index() == 0:
-            (self.folder / str(step)).rename(aside)
+            move_folder(self.folder / str(step), aside)
         barrier("a damaged checkpoint")
         self._manager = self._open()
         before = [other for other in self.steps if other < step]
