@@ -1,5 +1,6 @@
 """The Dockerfile, by a linter, and by what it promises."""
 
+import importlib.metadata
 import json
 import platform
 import re
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Dockerfile").read_text()
@@ -34,6 +37,27 @@ def test_every_package_has_its_locked_version():
     (install,) = re.findall(r"^RUN pip install (.*)$", TEXT, re.MULTILINE)
     assert install == '--constraint constraints.txt ".${EXTRAS}"'
     assert re.search(r"^COPY .*\bconstraints\.txt\b", TEXT, re.MULTILINE)
+    locked = {
+        canonicalize_name(line.split("==")[0])
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    }
+    assert needed("maxdiffusion") - {"maxdiffusion"} <= locked
+
+
+def needed(package: str) -> set[str]:
+    """A package and all that it needs, and that these need in turn, on this system."""
+    found: set[str] = set()
+    waiting = [(canonicalize_name(package), "")]
+    while waiting:
+        name, extra = waiting.pop()
+        for text in importlib.metadata.requires(name) or ():
+            wanted = Requirement(text)
+            if wanted.marker is None or wanted.marker.evaluate({"extra": extra}):
+                more = [(canonicalize_name(wanted.name), e) for e in ("", *wanted.extras)]
+                waiting += [one for one in more if one[0] not in found or one[1]]
+                found.add(canonicalize_name(wanted.name))
+    return found
 
 
 def test_it_does_not_run_as_root():
