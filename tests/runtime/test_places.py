@@ -9,7 +9,14 @@ import pytest
 from maxdiffusion.pipelines.executable_files import read_executable, write_executable
 from maxdiffusion.runtime.atomic import replacing
 from maxdiffusion.runtime.json_lines import add_new_lines, append_lines, whole_lines
-from maxdiffusion.runtime.places import copy_folder, is_remote, local_copy, place, remote_problem
+from maxdiffusion.runtime.places import (
+    copy_file,
+    copy_folder,
+    is_remote,
+    local_copy,
+    place,
+    remote_problem,
+)
 from maxdiffusion.runtime.video import is_video_of, write_video
 from maxdiffusion.training.cached_clips import CachedClips
 from maxdiffusion.training.latent_cache import MANIFEST, save_shard, shard_file
@@ -47,6 +54,20 @@ def test_a_file_appears_in_a_bucket_when_it_is_whole():
         unfinished.write_text("whole")
         assert not target.exists()
     assert target.read_text() == "whole"
+
+
+@pytest.mark.usefixtures("bucket")
+def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def fail(read, written, length):
+        written.write(read.read(2))
+        raise OSError("the link is gone")
+
+    (tmp_path / "a.txt").write_text("whole")
+    target = place("gs://bucket/a.txt")
+    monkeypatch.setattr("shutil.copyfileobj", fail)
+    with pytest.raises(OSError, match="the link is gone"):
+        copy_file(tmp_path / "a.txt", target)
+    assert not target.exists()
 
 
 @pytest.mark.usefixtures("bucket")

@@ -47,10 +47,15 @@ def local_copy(path: Path) -> Path:
 def copy_file(source: Path, target: Path) -> None:
     """Copies the content of a file; either may be in object storage.
 
-    The copies of the libraries stay within one storage.
+    The copies of the libraries stay within one storage. In object storage a file appears when it is
+    closed, and an error closes it too: what came of it is removed.
     """
-    with source.open("rb") as read, target.open("wb") as written:
-        shutil.copyfileobj(read, written, 1 << 24)
+    try:
+        with source.open("rb") as read, target.open("wb") as written:
+            shutil.copyfileobj(read, written, 1 << 24)
+    except BaseException:
+        target.unlink(missing_ok=True)
+        raise
 
 
 def copy_folder(source: Path, target: Path) -> None:
