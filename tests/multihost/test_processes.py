@@ -72,6 +72,7 @@ def test_who_dies_is_named_by_those_who_live(tmp_path):
     # Aborted: it says so itself.
     with launched(2, (WORKER,), own=[("wait", tmp_path), ("abort", tmp_path)]) as (first, second):
         assert second.end() == -signal.SIGABRT
+        assert "in abort" in second.said  # where it stood
         assert_stopped(first, f"pid {second.process.pid}) failed: aborted in native code")
 
 

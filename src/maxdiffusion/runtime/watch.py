@@ -109,6 +109,7 @@ class Watch:
         elif self._mine and not answers(self._address, 2 * BEAT_SECONDS):
             self._end_alone(f"nobody listens at {self._address}, so it died")
         else:
+            faulthandler.dump_traceback(all_threads=True)
             farewell = ("failed", "aborted in native code, see what this process printed")
             # jax may hold a lock of the service here, so this thread must not wait for it.
             speaker = threading.Thread(target=self._say_farewell, args=farewell, daemon=True)
