@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.config.config import Config
-from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh
 from maxdiffusion.models.umt5 import Umt5Encoder
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.pipelines.spec import WanSpec
@@ -80,7 +80,7 @@ def text_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeText:
     @jax.jit
     def encode(values: Values, ids: jax.Array, lengths: jax.Array) -> jax.Array:
         mask = jnp.arange(ids.shape[1])[None, :] < lengths[:, None]
-        return part.merge(values)(ids, mask)
+        return part.merge(values)(ids, mask, layout=ActivationLayout(mesh=mesh))
 
     def run(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         with jax.set_mesh(mesh):

@@ -64,14 +64,17 @@ def needed(config: Config, spec: WanSpec, shape: MeshShape, devices: Sequence[ja
     transformer = nnx.to_flat_state(models.transformer.parameters)
     blocks = sum(size_of(one) for path, one in transformer if path[0] == "blocks")
     outer = sum(size_of(one) for path, one in transformer if path[0] != "blocks")
-    others = [nnx.to_flat_state(m.parameters) for m in (models.vae, models.text_encoder)]
+    vae, text = (
+        sum(size_of(one) for _, one in nnx.to_flat_state(model.parameters))
+        for model in (models.vae, models.text_encoder)
+    )
     video = program_shape(config, spec, batch_size(config, len(devices)))
     rows = -(-video.model_batch // shape.data) * video.latent.tokens // shape.context
     width = spec.transformer.model_dim * precision(config).activations.itemsize
     experts = len(spec.experts)
     return Need(
         blocks=experts * blocks // (shape.fsdp * shape.tensor),
-        rest=experts * outer + sum(size_of(one) for flat in others for _, one in flat),
+        rest=experts * outer + vae + text // shape.devices,
         step=ACTIVATIONS * rows * width,
         room=round(CHIPS[CHIP_NAMES[devices[0].device_kind.lower()]].hbm_bytes * USABLE),
     )

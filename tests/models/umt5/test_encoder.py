@@ -1,13 +1,15 @@
 """The UMT5 encoder against transformers' on the tiny checkpoint."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention.collectives import counted
 from flax import nnx
 
-from maxdiffusion.mesh.axes import AXES
-from maxdiffusion.mesh.layout import parameter_sharding
+from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh, parameter_sharding
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.umt5.relative_position import position_bias, relative_buckets
 
@@ -82,10 +84,17 @@ def test_a_text_without_tokens_is_zero(encoder):
     assert not np.asarray(run(encoder, nothing, nothing)).any()
 
 
-def test_tensor_parallel_weights_give_the_same_embeddings(encoder, golden):
-    mesh = jax.make_mesh(
-        (1, 2, 1, 1, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * len(AXES)
-    )
+@pytest.mark.parametrize(
+    "shape",
+    [
+        MeshShape(ulysses=8),
+        MeshShape(data=2, ring=2, ulysses=2),
+        MeshShape(fsdp=2, tensor=2),
+    ],
+    ids=lambda shape: "x".join(map(str, shape.sizes)),
+)
+def test_all_devices_share_weights_and_products_and_no_sum_is_cut(encoder, golden, shape):
+    mesh = build_mesh(shape, devices=jax.devices()[: shape.devices])
     structure, state = nnx.split(encoder)
     split = jax.tree.map(
         lambda leaf: leaf.replace(
@@ -96,14 +105,25 @@ def test_tensor_parallel_weights_give_the_same_embeddings(encoder, golden):
         state,
         is_leaf=lambda node: isinstance(node, nnx.Variable),
     )
-    q = nnx.merge(structure, split).blocks.attention.q.kernel[...]
-    assert q.addressable_shards[0].data.shape == (2, 32, 16)
-    ids, mask = golden["input_ids"][:4, :64], golden["attention_mask"][:4, :64]
-    with jax.set_mesh(mesh):
-        embeddings = jax.jit(lambda state, ids, mask: nnx.merge(structure, state)(ids, mask))(
-            split, ids, mask
-        )
-    np.testing.assert_allclose(embeddings, golden["prompt_embeds"][:, :64], rtol=0, atol=ATOL)
+    for path, leaf in nnx.to_flat_state(split):
+        if path[-1] in ("kernel", "embedding"):
+            array = leaf.get_value()
+            assert array.addressable_shards[0].data.size * shape.devices == array.size, path
+    ids, mask = golden["input_ids"][1:2, :64], golden["attention_mask"][1:2, :64]
+    layout = ActivationLayout(mesh=mesh)
+
+    def encode(state, ids, mask):
+        return nnx.merge(structure, state)(ids, mask, layout=layout)
+
+    program = jax.jit(encode).lower(split, ids, mask).compile()
+    text = program.as_text()
+    # The word rows, which one device has and the others add zeros to, are the only sum.
+    assert counted(text).get("all-reduce") == 1
+    assert len(re.findall(r"= f32\[1,64,\d+\]\S* all-gather", text)) >= 4
+    assert not re.search(rf"= f32\[{encoder.config.vocab},\d+\]\S* all-gather", text)
+    embeddings = program(split, ids, mask)
+    np.testing.assert_allclose(embeddings, run(encoder, ids, mask), rtol=0, atol=ATOL / 2)
+    np.testing.assert_allclose(embeddings, golden["prompt_embeds"][1:2, :64], rtol=0, atol=ATOL)
 
 
 def test_fresh_parameters_have_the_asked_dtype_and_differ_between_layers():

@@ -1,4 +1,9 @@
-"""The UMT5 encoder: pre-norm blocks whose every layer has its own bias over relative positions."""
+"""The UMT5 encoder: pre-norm blocks whose every layer has its own bias over relative positions.
+
+On a mesh every device has some columns of each weight, and heads to match. What goes into a product
+is whole on every device and what comes out of it is gathered, so that no sum is ever cut: a text
+gives the same rows on every mesh, but for the order in which one device adds up.
+"""
 
 import functools
 
@@ -8,11 +13,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.umt5.config import Umt5Config
 from maxdiffusion.models.umt5.relative_position import position_bias
 
 Hidden = Float[Array, "B T E"]
 Mask = Bool[Array, "B T"]
+HEADS = ("text", "token", "columns", "head_dim")
+_ONE_DEVICE = ActivationLayout()
 
 
 def _normal(shape: tuple[int, ...], spread: float, rngs: nnx.Rngs, dtype: DTypeLike) -> jax.Array:
@@ -58,32 +66,36 @@ class SelfAttention(nnx.Module):
         self.config = config
         width, inner = config.width, config.heads * config.head_dim
         project = functools.partial(Projection, param_dtype=param_dtype, rngs=rngs)
-        into = functools.partial(project, (width, inner), ("model", "heads"))
+        into = functools.partial(project, (width, inner), ("rows", "columns"))
         self.q = into(spread=(width * config.head_dim) ** -0.5)
         self.k = into(spread=width**-0.5)
         self.v = into(spread=width**-0.5)
-        self.o = project((inner, width), ("heads", "model"), spread=inner**-0.5)
+        self.o = project((inner, width), ("rows", "columns"), spread=inner**-0.5)
         table = _normal((config.buckets, config.heads), width**-0.5, rngs, param_dtype)
-        self.position_table = nnx.Param(table, dims=("buckets", "heads"))
+        self.position_table = nnx.Param(table, dims=("buckets", "head"))
 
     def _split_heads(self, features: Float[Array, "B T I"]) -> Float[Array, "B T N H"]:
         return features.reshape(*features.shape[:2], self.config.heads, self.config.head_dim)
 
-    def __call__(self, hidden: Hidden, mask: Mask) -> Hidden:
+    def __call__(
+        self, hidden: Hidden, mask: Mask, *, layout: ActivationLayout = _ONE_DEVICE
+    ) -> Hidden:
         q_BSNH, k_BTNH, v_BTNH = (
-            self._split_heads(project(hidden)) for project in (self.q, self.k, self.v)
+            layout.constrain(self._split_heads(project(hidden)), *HEADS)
+            for project in (self.q, self.k, self.v)
         )
         scores_BNST = jnp.einsum(
             "BSNH,BTNH->BNST", q_BSNH, k_BTNH, preferred_element_type=jnp.float32
         )
         bias_NST = position_bias(self.position_table[...], hidden.shape[1], self.config)
+        bias_NST = layout.constrain(bias_NST, "columns", "token", "token")
         scores_BNST += bias_NST.astype(jnp.float32)
         # The lowest finite number: a text without tokens gives no NaN, and is zeroed at the end.
         hidden_key = jnp.finfo(jnp.float32).min
         scores_BNST = jnp.where(mask[:, None, None, :], scores_BNST, hidden_key)
         weights_BNST = jax.nn.softmax(scores_BNST, axis=-1).astype(hidden.dtype)
         mixed_BSNH = jnp.einsum("BNST,BTNH->BSNH", weights_BNST, v_BTNH)
-        return self.o(mixed_BSNH.reshape(*hidden.shape[:2], -1))
+        return self.o(whole(mixed_BSNH.reshape(*hidden.shape[:2], -1), layout))
 
 
 class GatedMlp(nnx.Module):
@@ -92,12 +104,13 @@ class GatedMlp(nnx.Module):
     def __init__(self, config: Umt5Config, *, param_dtype: DTypeLike, rngs: nnx.Rngs):
         width, inner = config.width, config.mlp_width
         project = functools.partial(Projection, param_dtype=param_dtype, rngs=rngs)
-        self.gate = project((width, inner), ("model", "mlp"), spread=width**-0.5)
-        self.up = project((width, inner), ("model", "mlp"), spread=width**-0.5)
-        self.down = project((inner, width), ("mlp", "model"), spread=inner**-0.5)
+        self.gate = project((width, inner), ("rows", "columns"), spread=width**-0.5)
+        self.up = project((width, inner), ("rows", "columns"), spread=width**-0.5)
+        self.down = project((inner, width), ("rows", "columns"), spread=inner**-0.5)
 
-    def __call__(self, hidden: Hidden) -> Hidden:
-        return self.down(jax.nn.gelu(self.gate(hidden), approximate=True) * self.up(hidden))
+    def __call__(self, hidden: Hidden, *, layout: ActivationLayout = _ONE_DEVICE) -> Hidden:
+        gated = jax.nn.gelu(self.gate(hidden), approximate=True) * self.up(hidden)
+        return self.down(whole(gated, layout))
 
 
 class Block(nnx.Module):
@@ -110,9 +123,18 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp = GatedMlp(config, param_dtype=param_dtype, rngs=rngs)
 
-    def __call__(self, hidden: Hidden, mask: Mask) -> Hidden:
-        hidden = hidden + self.attention(self.attention_norm(hidden), mask)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+    def __call__(
+        self, hidden: Hidden, mask: Mask, *, layout: ActivationLayout = _ONE_DEVICE
+    ) -> Hidden:
+        attended = self.attention(self.attention_norm(hidden), mask, layout=layout)
+        hidden = hidden + whole(attended, layout)
+        return hidden + whole(self.mlp(self.mlp_norm(hidden), layout=layout), layout)
+
+
+def whole(features: Float[Array, "B T I"], layout: ActivationLayout) -> Float[Array, "B T I"]:
+    """Columns of a product, gathered on every device."""
+    features = layout.constrain(features, "text", "token", "columns")
+    return layout.constrain(features, "text", "token", "rows")
 
 
 class Umt5Encoder(nnx.Module):
@@ -133,7 +155,7 @@ class Umt5Encoder(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         table = _normal((config.vocab, config.width), 1.0, rngs, param_dtype)
-        self.embedding = nnx.Param(table, dims=("vocab", "model"))
+        self.embedding = nnx.Param(table, dims=("vocab", "width"))
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
@@ -143,14 +165,21 @@ class Umt5Encoder(nnx.Module):
         self.blocks = stacked_blocks(rngs)
         self.final_norm = RmsNorm(config.width, eps=config.eps, param_dtype=param_dtype)
 
-    def __call__(self, ids: Int[Array, "B T"], mask: Int[Array, "B T"] | Mask) -> Hidden:
+    def __call__(
+        self,
+        ids: Int[Array, "B T"],
+        mask: Int[Array, "B T"] | Mask,
+        *,
+        layout: ActivationLayout = _ONE_DEVICE,
+    ) -> Hidden:
         """The embedding of every token; rows where `mask` is zero are zero."""
         mask = mask.astype(bool)
         hidden = self.embedding[...][ids].astype(self.dtype)
+        hidden = layout.constrain(hidden, "text", "token", "rows")
         structure, layers = nnx.split(self.blocks)
 
         def run_block(hidden: Hidden, layer: nnx.State) -> tuple[Hidden, None]:
-            return nnx.merge(structure, layer)(hidden, mask), None
+            return nnx.merge(structure, layer)(hidden, mask, layout=layout), None
 
         hidden, _ = jax.lax.scan(run_block, hidden, layers)
         return jnp.where(mask[..., None], self.final_norm(hidden), 0)
