@@ -8,17 +8,27 @@
 #   windows    autoencoder on 9 frames, around a shape           1200   8 x 9     0.9
 #   clips      autoencoder on whole clips of 9 frames             300   4 x 9     1.2
 #              (goes on only if it reaches 30 dB and keeps 97 % of the shapes apart)
-#   shared     one transformer for all noise levels              3700  32         0.5
-#   model      two experts, forked from it, in turn              1800  32         0.5
+#   shared     one transformer for all noise levels              3700  32         0.4
+#   forked     two experts, forked from it, in turn              1800  32         0.4
+#   model      the same, on twice as many clips                 10000  32         0.4
 #
-# The seconds are those of two CPU cores. The autoencoder keeps both busy only as two devices with
-# half of a batch each; the transformer is too small to gain from that.
+# The seconds are those of two CPU cores, about two and a half hours in all. The autoencoder keeps
+# both busy only as two devices with half of a batch each; the transformer is too small to gain from
+# that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh ""
 work=${1:-outputs/embedded}
 config=configs/train_embedded.yml
 mkdir -p "$work"
+
+run() {  # run DEVICES MODULE FROM [key=value ...]: a command on the model in $work/FROM
+  local devices=$1 module=$2 from=$3
+  shift 3
+  JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$devices \
+    .venv/bin/python -m "maxdiffusion.$module" "$config" ici_data_parallelism="$devices" \
+    pretrained_model_name_or_path="$work/$from" jax_cache_dir="$work/compiled" "$@"
+}
 
 stage() {  # stage DEVICES NAME MODULE FROM [key=value ...]: trains $work/FROM into $work/NAME, once
   local devices=$1 name=$2 module=$3 from=$4
@@ -28,12 +38,9 @@ stage() {  # stage DEVICES NAME MODULE FROM [key=value ...]: trains $work/FROM i
     return
   fi
   echo "stage $name: $(date +%T)"
-  JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$devices \
-    .venv/bin/python -m "maxdiffusion.$module" "$config" ici_data_parallelism="$devices" \
-    pretrained_model_name_or_path="$work/$from" export_dir="$work/$name" \
+  run "$devices" "$module" "$from" export_dir="$work/$name" \
     checkpoint_dir="$work/$name-checkpoints" metrics_file="$work/$name.jsonl" \
-    latent_cache_dir="$work/latents" output_dir="$work/$name-samples" \
-    jax_cache_dir="$work/compiled" "$@"
+    output_dir="$work/$name-samples" "$@"
 }
 
 if [ ! -e "$work/blank/model_index.json" ]; then
@@ -54,11 +61,16 @@ stage 2 windows train_wan_vae pictures synthetic_window=32 global_batch_size=8 \
 stage 2 clips train_wan_vae windows global_batch_size=4 \
   max_train_steps=300 learning_rate=4e-4 synthetic_clips=65536
 .venv/bin/python scripts/score_embedded.py "$work/clips" --autoencoder
-# The rate of the first of the next two stages does not fall to zero: the second goes on from it.
-stage 1 shared train_wan clips train_experts=shared \
+# The rate of the first of the next three stages does not fall to zero: the second goes on from it.
+few=(synthetic_clips=8192 latent_cache_dir="$work/latents-8192")
+many=(synthetic_clips=16384 latent_cache_dir="$work/latents-16384")
+run 2 preprocess_wan clips "${few[@]}"
+stage 1 shared train_wan clips train_experts=shared "${few[@]}" \
   max_train_steps=3700 learning_rate_schedule_steps=7000
-stage 1 model train_wan shared train_experts=both \
-  max_train_steps=1800 learning_rate=1.2e-3 text_encoder_learning_rate=4e-4 \
-  weights_dtype=bfloat16
+stage 1 forked train_wan shared train_experts=both "${few[@]}" weights_dtype=bfloat16 \
+  max_train_steps=1800 learning_rate=1.2e-3 text_encoder_learning_rate=4e-4
+run 2 preprocess_wan forked "${many[@]}"
+stage 1 model train_wan forked train_experts=both "${many[@]}" weights_dtype=bfloat16 \
+  max_train_steps=10000 learning_rate=1.2e-3 text_encoder_learning_rate=4e-4
 .venv/bin/python scripts/score_embedded.py "$work/model"
 .venv/bin/python scripts/score_embedded.py "$work/model" --pairs
