@@ -21,11 +21,12 @@ cd "$(dirname "$0")/.."
 work=${1:-outputs/embedded}
 config=configs/train_embedded.yml
 mkdir -p "$work"
+export JAX_PLATFORMS=cpu
 
 run() {  # run DEVICES MODULE FROM [key=value ...]: a command on the model in $work/FROM
   local devices=$1 module=$2 from=$3
   shift 3
-  JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=$devices \
+  XLA_FLAGS=--xla_force_host_platform_device_count=$devices \
     .venv/bin/python -m "maxdiffusion.$module" "$config" ici_data_parallelism="$devices" \
     pretrained_model_name_or_path="$work/$from" jax_cache_dir="$work/compiled" "$@"
 }
