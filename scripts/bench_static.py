@@ -3,7 +3,7 @@
 
     python scripts/bench_static.py FOLDER
 
-FOLDER has online.json and fixed_m.json (guidance on, data 2 x context 4), cp8.json and
+FOLDER has online.json, ring.json and fixed_m.json (guidance on, data 2 x context 4), cp8.json and
 cp8_fixed_m.json (guidance off, context 8) and scan.json (contexts 4, 8, 16); a report that is not
 there leaves its rows empty. The last line is the table as one JSON object.
 """
@@ -52,7 +52,7 @@ def read(path: Path) -> Any:
 def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
     """The rows that the reports allow."""
     online, fixed_m, cp8 = (reports.get(name) for name in ("online", "fixed_m", "cp8"))
-    bounded = reports.get("cp8_fixed_m")
+    bounded, ring = reports.get("cp8_fixed_m"), reports.get("ring")
     yield Row("online main loop, of the MXU bound", main_loop(online), ".1%", "95 %", "99 %")
     yield Row("fixed-m main loop, of the MXU bound", main_loop(fixed_m), ".1%", "99 %", "100 %")
     yield Row("online whole call, S = 75,600", whole_call(cp8, 1), ".1%", "91 %", "96 %")
@@ -61,8 +61,10 @@ def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
     yield Row("fixed-m two calls of a ring of 2", whole_call(fixed_m, 2), ".1%", "", "")
     yield Row("cycles outside kernels, CP8, CFG off", outside(cp8), ",.0f", "19 M", "17.5 M")
     yield Row("cycles outside kernels, dp2-cp4, CFG on", outside(online), ",.0f", "38 M", "35 M")
-    yield Row("exchanges of a layer waited for", waited(online), ".0f", "1", "1")
-    yield Row("seconds per step, dp2-cp4, online", seconds(online), ".3f", "2.3", "2.15")
+    yield Row("exchanges of a layer waited for, U2R2", waited(online), ".0f", "1", "1")
+    yield Row("exchanges of a layer waited for, U1R4", waited(ring), ".0f", "1", "1")
+    yield Row("seconds per step, dp2-cp4, online, U2R2", seconds(online), ".3f", "2.3", "2.15")
+    yield Row("seconds per step, dp2-cp4, online, U1R4", seconds(ring), ".3f", "2.3", "2.15")
     yield Row("seconds per step, dp2-cp4, fixed-m", seconds(fixed_m), ".3f", "2.3", "2.15")
     yield Row("seconds per step, CP8, CFG off", seconds(cp8), ".3f", "", "")
     for before, after in ((4, 8), (8, 16)):

@@ -27,6 +27,7 @@ report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
 
 # With `compare` only the denoise step is compiled.
 report online compare='["ulysses_ring_custom:2x2"]' "${guided[@]}"
+report ring compare='["ulysses_ring_custom:1x4"]' "${guided[@]}"
 report fixed_m compare='["ulysses_ring_custom_fixed_m:2x2"]' "${guided[@]}"
 report cp8 compare='["ulysses_ring_custom:8x1"]' "${unguided[@]}"
 report cp8_fixed_m compare='["ulysses_ring_custom_fixed_m:8x1"]' "${unguided[@]}"
