@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NARROW = ("height=480", "width=832", "num_frames=17", "--heads", "8", "--layers", "2")
-SPLIT = ("ici_data_parallelism=2", "ici_context_parallelism=4", "ulysses_shards=2")
+JOB = (
+    *(ROOT / "configs/base_wan_27b.yml", "topology=tpu7x:2x2x1", "attention=ulysses_ring_custom"),
+    *("ici_data_parallelism=2", "ici_context_parallelism=4", "ulysses_shards=2"),
+    *("height=480", "width=832", "num_frames=17"),
+)
+SMALL_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=1024")
 
 
-@pytest.fixture(scope="module")
-def layer():
-    command = [
-        *(sys.executable, ROOT / "scripts/layer_cycles.py", ROOT / "configs/base_wan_27b.yml"),
-        *("topology=tpu7x:2x2x1", "attention=ulysses_ring_custom", *SPLIT, *NARROW),
-    ]
+def output_of(*command):
+    """What a Python program prints."""
     done = subprocess.run(
-        list(map(str, command)),
+        [sys.executable, *map(str, command)],
         env=os.environ.copy(),
         capture_output=True,
         text=True,
@@ -29,6 +29,11 @@ def layer():
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+@pytest.fixture(scope="module")
+def layer():
+    return output_of(ROOT / "scripts/layer_cycles.py", *JOB, "--heads", "8", "--layers", "2")
 
 
 def test_a_layer_outside_kernels(layer):
@@ -43,3 +48,13 @@ def test_a_layer_outside_kernels(layer):
 def test_exchanges_run_beside_products(layer):
     assert layer.count("all-to-all-start") >= 1
     assert layer.count("collective-permute-start") == 2
+
+
+def test_the_main_loop_of_a_small_tile(tmp_path):
+    output_of("-m", "maxdiffusion.commands.preflight_kernels", tmp_path, *JOB, *SMALL_TILE)
+    kernels = json.loads((tmp_path / "kernels.json").read_text())
+    (kernel,) = (one for one in kernels if one["purpose"] == "self-attention")
+    # 2,436 bundles where the MXUs need 2,304; 2,612 for as many products where keys end.
+    assert kernel["mxu_bound_bundles"] == 2304
+    assert kernel["main_loop_bundles"] <= 2480
+    assert kernel["ragged_cycles"] <= 2660
