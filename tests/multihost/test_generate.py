@@ -29,6 +29,7 @@ def stored(bucket: str) -> tuple[str, ...]:
     return (
         *(f"output_dir={bucket}/videos", f"timing_file={bucket}/timing.json"),
         *(f"pretrained_orbax_dir={bucket}/weights", f"jax_cache_dir={bucket}/programs"),
+        f"prompt_embeddings_cache_dir={bucket}/prompts",
     )
 
 
@@ -57,6 +58,7 @@ def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(tmp_path
         with launched(2, command, variables=variables) as (first, second):
             first.wait_for("videos are there already")
             first.wait_for("weights of vae: taken from gs://bucket/weights/vae")
+            assert "prompt embeddings: 0 of" not in first.said  # the negative prompt's at least
             first.wait_for(f"wrote gs://bucket/videos/{NAMES[1]}")
             second.kill(signal.SIGTERM)
             assert [first.end(), second.end()] in ([1, 1], [0, 0])

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 import jax
@@ -10,17 +11,12 @@ import numpy as np
 from maxdiffusion import __version__
 from maxdiffusion.commands.entry import chip_of
 from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
+from maxdiffusion.commands.kept_prompts import kept_prompts
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
 from maxdiffusion.commands.profiles import profile_notes, profile_plan
-from maxdiffusion.commands.videos import (
-    Video,
-    batches,
-    finished,
-    identity,
-    list_videos,
-    metadata,
-)
+from maxdiffusion.commands.video_writer import VideoWriter, decoding
+from maxdiffusion.commands.videos import Video, batches, finished, list_videos
 from maxdiffusion.config.config import Config, without_meaning
 from maxdiffusion.config.loading import Reading
 from maxdiffusion.pipelines.denoise import Experts
@@ -40,7 +36,6 @@ from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import bytes_bar, steps_bar
 from maxdiffusion.runtime.stopping import STOPS, StopAsked
 from maxdiffusion.runtime.timing import Stage, Timings
-from maxdiffusion.runtime.video import write_video
 
 
 def generate(reading: Reading) -> None:
@@ -55,20 +50,21 @@ def generate(reading: Reading) -> None:
         return
     timings = Timings(Profiler(profile_plan(preparation.config)))
     MARKS.reach("loading weights")
-    pipeline = load(preparation, timings)
+    pipeline = load(preparation, timings, [video.prompt for video in videos])
     groups = list(batches(videos, preparation.shape.videos))
     MARKS.reach("compiling")
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
         pipeline.compile(request(preparation, groups[0]), as_bytes, other_prompts=prompts)
         report.compile(pipeline, request(preparation, groups[0]))
-    with STOPS.heeded():
+    with STOPS.heeded(), VideoWriter(preparation.config) as writer:
         for number, group in enumerate(groups):
             MARKS.reach(f"the prompts of {group[0].path.name}")
             asked = request(preparation, group)
             try:
-                latents = make(pipeline, asked, timings, report)
+                latents = make(pipeline, asked, timings, report, writer.check)
             except StopAsked:
+                writer.finish()
                 raise stopped(groups[:number], videos, preparation.config) from None
             with steps_bar("Decoding", len(group), unit="video") as advance:
                 # What only filled the group up is left out.
@@ -76,8 +72,11 @@ def generate(reading: Reading) -> None:
                     MARKS.reach(f"decoding {video.path.name}")
                     frames = decode(pipeline, asked, one, timings)
                     MARKS.reach(f"writing {video.path.name}")
-                    write(preparation.config, video, frames)
+                    with decoding(timings, Stage.VAE_DECODE_HOST):
+                        writer.add(video, frames)
                     advance()
+        with decoding(timings, Stage.VAE_DECODE_HOST):
+            writer.fetch()
     hosts = gather_hosts(timings)
     say("\n".join([*report.lines(), timings.summary(), describe_hosts(hosts)]))
     if preparation.config.timing_file and jax.process_index() == 0:
@@ -143,20 +142,27 @@ def start_up_plan(preparation: Preparation) -> str:
     return "\n".join([*lines, unused] if unused else lines)
 
 
-def load(preparation: Preparation, timings: Timings) -> WanPipeline:
-    """The pipeline with its weights, after a progress bar."""
+def load(preparation: Preparation, timings: Timings, prompts: Sequence[str]) -> WanPipeline:
+    """The pipeline with the weights that these prompts need, after a progress bar."""
     folder, workshop = preparation.folder, preparation.workshop
     cache = preparation.config.pretrained_orbax_dir
     tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
     with timings.stage(Stage.LOAD) as clock:
+        kept = kept_prompts(preparation, tokenizer, prompts, say)
         with bytes_bar("Loading") as progress:
             loaded = load_wan_parameters(
-                folder, workshop, cache=place(cache) if cache else None, progress=progress
+                folder,
+                workshop,
+                without=() if kept is None else kept.needless,
+                cache=place(cache) if cache else None,
+                progress=progress,
             )
         clock.ready(loaded.parameters.transformers)
     for message in loaded.messages:
         say(f"weights of {message}")
-    return WanPipeline(workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer)
+    return WanPipeline(
+        workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer, kept_prompts=kept
+    )
 
 
 def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:
@@ -175,21 +181,30 @@ def request(preparation: Preparation, group: tuple[Video, ...]) -> Request:
 
 
 def make(
-    pipeline: WanPipeline, request: Request, timings: Timings, report: FastHeadReport
+    pipeline: WanPipeline,
+    request: Request,
+    timings: Timings,
+    report: FastHeadReport,
+    check: Callable[[], None],
 ) -> np.ndarray:
-    """The latents of every video of a request, on the host."""
+    """The latents of every video of a request, on the host; `check` is called at every step."""
     with timings.stage(Stage.INFERENCE):
         with timings.stage(Stage.CONDITIONING):
             experts = pipeline.condition(request)
         with timings.stage(Stage.DENOISE):
             watch = report.watch(pipeline, request, experts)
-            latents = denoise(pipeline, request, experts, timings, watch)
+            latents = denoise(pipeline, request, experts, timings, watch, check)
             check_same(latents, request)
             return latents
 
 
 def denoise(
-    pipeline: WanPipeline, request: Request, experts: Experts, timings: Timings, watch: Watch | None
+    pipeline: WanPipeline,
+    request: Request,
+    experts: Experts,
+    timings: Timings,
+    watch: Watch | None,
+    check: Callable[[], None],
 ) -> np.ndarray:
     """The finished latents of every video, on the host; `watch` sees what each step starts from."""
     if watch is not None:
@@ -197,6 +212,7 @@ def denoise(
     with steps_bar("Denoising", len(request.sampler.timesteps)) as advance:
         for latents, step in timings.watch(STOPS.between(pipeline.denoise(request, experts))):
             advance()
+            check()
             if watch is not None:
                 watch(step.index + 1, latents)
             finished = latents
@@ -211,27 +227,10 @@ def check_same(latents: np.ndarray, request: Request) -> None:
 
 def decode(
     pipeline: WanPipeline, request: Request, latents: np.ndarray, timings: Timings
-) -> np.ndarray:
-    """The frames of one video as bytes, on the host."""
-    with timings.stage(Stage.INFERENCE), timings.stage(Stage.VAE_DECODE):
-        with timings.stage(Stage.VAE_DECODE_DEVICE):
-            frames = pipeline.decode(request, latents, as_bytes)
-        with timings.stage(Stage.VAE_DECODE_HOST):
-            return np.asarray(frames)
-
-
-def write(config: Config, video: Video, frames: np.ndarray) -> None:
-    """Writes a video; it is kept from then on, whatever happens to those after it."""
-    if jax.process_index() != 0:
-        return
-    write_video(
-        video.path,
-        frames,
-        fps=config.fps,
-        metadata=metadata(config, video),
-        identity=identity(config, video),
-    )
-    print(f"wrote {video.path}", flush=True)
+) -> jax.Array:
+    """The frames of one video as bytes, on the devices."""
+    with decoding(timings, Stage.VAE_DECODE_DEVICE):
+        return pipeline.decode(request, latents, as_bytes)
 
 
 def run_details(preparation: Preparation) -> dict[str, object]:

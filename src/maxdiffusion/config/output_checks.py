@@ -19,11 +19,14 @@ def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
     yield from storage_problems(
         config,
         *("output_dir", "timing_file", "pretrained_orbax_dir", "jax_cache_dir", "aot_cache_dir"),
+        "prompt_embeddings_cache_dir",
     )
     if not config.output_dir:
         rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
         yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
     yield from writing_problems("output_dir", config.output_dir, Path(config.output_dir))
+    prompts = config.prompt_embeddings_cache_dir
+    yield from writing_problems("prompt_embeddings_cache_dir", prompts, Path(prompts).expanduser())
     yield from writing_problems("timing_file", config.timing_file, Path(config.timing_file).parent)
 
 

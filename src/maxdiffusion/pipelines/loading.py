@@ -1,5 +1,6 @@
 """From a checkpoint folder to parameters on the mesh, all components at once."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,11 +17,14 @@ from maxdiffusion.weights.vae_map import vae_map
 
 @dataclass(frozen=True, kw_only=True)
 class WanParameters:
-    """The weights of a model on its mesh; `transformers` by the name of their folder."""
+    """The weights of a model on its mesh; `transformers` by the name of their folder.
+
+    A run that finds every prompt encoded has no text encoder.
+    """
 
     transformers: dict[str, nnx.State]
     vae: nnx.State
-    text_encoder: nnx.State
+    text_encoder: nnx.State | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +60,19 @@ def load_wan_parameters(
     folder: ModelFolder,
     workshop: Workshop,
     *,
+    without: Collection[str] = (),
     cache: Path | None = None,
     progress: Progress | None = None,
 ) -> LoadedParameters:
-    """The parameters of a whole model, read side by side, through `cache` if there is one."""
-    sources = component_sources(folder, workshop)
+    """The parameters of a model, read side by side, through `cache` if there is one.
+
+    `without` may hold "text_encoder": it is then left out.
+    """
+    sources = {
+        name: source
+        for name, source in component_sources(folder, workshop).items()
+        if name not in without
+    }
     if cache is None:
         states, _ = load_components(sources, mesh=workshop.mesh, progress=progress)
         messages: tuple[str, ...] = ()
@@ -70,6 +82,6 @@ def load_wan_parameters(
     parameters = WanParameters(
         transformers={name: states[name] for name in workshop.spec.experts},
         vae=states["vae"],
-        text_encoder=states["text_encoder"],
+        text_encoder=states.get("text_encoder"),
     )
     return LoadedParameters(parameters=parameters, messages=messages)

@@ -22,8 +22,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
+from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.umt5 import Umt5Encoder
 from maxdiffusion.pipelines.executables import Compile, compile_now
+from maxdiffusion.pipelines.kept_prompts import KeptPrompts
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 MAX_SEQUENCE_LENGTH = 512  # WAN was trained with so many text rows, most of them zero
@@ -105,6 +107,7 @@ class TextPrograms:
         self._graph = graph
         self._compile_program = compile_program
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+        self._layout = ActivationLayout(mesh=mesh)
         self._compiled: dict[tuple[int, int], Callable[..., Rows]] = {}
 
     def get(self, weights: nnx.State, length: int, max_sequence_length: int) -> Callable[..., Rows]:
@@ -117,11 +120,15 @@ class TextPrograms:
             self._compiled[key] = self._compile(weights, *key)
         return self._compiled[key]
 
+    def place(self, rows: Float[np.ndarray, "B T E"]) -> Rows:
+        """Rows that were encoded before, where an encoder would have left them."""
+        return jax.device_put(rows, self._everywhere)
+
     def _compile(
         self, weights: nnx.State, length: int, max_sequence_length: int
     ) -> Callable[..., Rows]:
         def encode(weights: nnx.State, ids: jax.Array, mask: jax.Array) -> Rows:
-            rows = nnx.merge(self._graph, weights)(ids, mask)
+            rows = nnx.merge(self._graph, weights)(ids, mask, layout=self._layout)
             return jnp.pad(rows, ((0, 0), (0, max_sequence_length - length), (0, 0)))
 
         text = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=self._everywhere)
@@ -130,18 +137,27 @@ class TextPrograms:
 
 
 class PromptEncoder:
-    """Encodes prompts with loaded weights, and remembers the last few."""
+    """Encodes prompts with loaded weights, and remembers the last few.
+
+    What is `kept` in files is not encoded; if that is every prompt, there need be no weights.
+    """
 
     def __init__(
-        self, *, tokenizer: PromptTokenizer, programs: TextPrograms, weights: nnx.State
+        self,
+        *,
+        tokenizer: PromptTokenizer,
+        programs: TextPrograms,
+        weights: nnx.State | None,
+        kept: KeptPrompts | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._programs = programs
         self._weights = weights
+        self._kept = kept
         self._remembered: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
 
-    def with_weights(self, weights: nnx.State) -> "PromptEncoder":
-        """The same with other weights; compiled programs are shared."""
+    def with_weights(self, weights: nnx.State | None) -> "PromptEncoder":
+        """The same with other weights, that nothing is kept of; compiled programs are shared."""
         return PromptEncoder(tokenizer=self._tokenizer, programs=self._programs, weights=weights)
 
     def compile(
@@ -149,9 +165,10 @@ class PromptEncoder:
     ) -> None:
         """Compiles what `encode` needs for these prompts, and runs none of it."""
         for prompt in prompts:
-            tokens = len(self._tokenizer.ids(prompt, max_sequence_length))
-            length = bucket_length(tokens, max_sequence_length)
-            self._programs.get(self._weights, length, max_sequence_length)
+            ids = self._tokenizer.ids(prompt, max_sequence_length)
+            if self._kept is None or not self._kept.has(ids, max_sequence_length):
+                length = bucket_length(len(ids), max_sequence_length)
+                self._programs.get(self._loaded, length, max_sequence_length)
 
     def encode(
         self, prompts: Sequence[str], max_sequence_length: int = MAX_SEQUENCE_LENGTH
@@ -165,14 +182,33 @@ class PromptEncoder:
         ids = self._tokenizer.ids(prompt, max_sequence_length)
         key = (max_sequence_length, *ids)
         if key not in self._remembered:
-            self._remembered[key] = self._encode_ids(ids, max_sequence_length)
+            self._remembered[key] = self._made(ids, max_sequence_length)
         self._remembered.move_to_end(key)
         while len(self._remembered) > REMEMBERED_PROMPTS:
             self._remembered.popitem(last=False)
         return self._remembered[key]
 
+    def _made(self, ids: tuple[int, ...], max_sequence_length: int) -> Rows:
+        """Rows from their file, or new ones, which are then kept."""
+        if self._kept is None:
+            return self._encode_ids(ids, max_sequence_length)
+        if self._kept.has(ids, max_sequence_length):
+            return self._programs.place(self._kept.read(ids, max_sequence_length))
+        rows = self._encode_ids(ids, max_sequence_length)
+        self._kept.keep(ids, max_sequence_length, rows)
+        return rows
+
+    @property
+    def _loaded(self) -> nnx.State:
+        if self._weights is None:
+            raise ValueError(
+                "a prompt is not among those whose embeddings are kept, and the text encoder was "
+                "not loaded. Make a pipeline with it."
+            )
+        return self._weights
+
     def _encode_ids(self, ids: tuple[int, ...], max_sequence_length: int) -> Rows:
-        embedding: Any = self._weights["embedding"]
+        embedding: Any = self._loaded["embedding"]
         vocab = embedding.shape[0]
         if max(ids) >= vocab:
             # A gather would read the last row instead, and nobody would know.
@@ -184,5 +220,5 @@ class PromptEncoder:
         length = bucket_length(len(ids), max_sequence_length)
         padded, mask = np.zeros((2, 1, length), np.int32)
         padded[0, : len(ids)], mask[0, : len(ids)] = ids, 1
-        program = self._programs.get(self._weights, length, max_sequence_length)
-        return program(self._weights, padded, mask)
+        program = self._programs.get(self._loaded, length, max_sequence_length)
+        return program(self._loaded, padded, mask)

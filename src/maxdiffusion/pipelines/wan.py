@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.pipelines.denoise import Expert, Experts, denoise
 from maxdiffusion.pipelines.fast_heads import FastHeads
+from maxdiffusion.pipelines.kept_prompts import KeptPrompts
 from maxdiffusion.pipelines.loading import WanParameters, load_wan_parameters
 from maxdiffusion.pipelines.noise import initial_noise
 from maxdiffusion.pipelines.programs import (
@@ -54,7 +55,12 @@ class WanPipeline:
     """A WAN text-to-video model on a mesh, ready to generate."""
 
     def __init__(
-        self, *, workshop: Workshop, parameters: WanParameters, tokenizer: PromptTokenizer
+        self,
+        *,
+        workshop: Workshop,
+        parameters: WanParameters,
+        tokenizer: PromptTokenizer,
+        kept_prompts: KeptPrompts | None = None,
     ):
         self.workshop = workshop
         self.parameters = parameters
@@ -64,6 +70,7 @@ class WanPipeline:
                 workshop.models.text_encoder.graph, workshop.mesh, workshop.compile
             ),
             weights=parameters.text_encoder,
+            kept=kept_prompts,
         )
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
@@ -159,8 +166,7 @@ class WanPipeline:
         """Compiles everything that the request, also with the other prompts, will run."""
         shape = self.shape(request)
         with self._precision():
-            texts = [*request.prompts, *request.negative_prompts, *other_prompts]
-            self._prompts.compile(texts, shape.text_length)
+            self._prompts.compile([*texts_of(request), *other_prompts], shape.text_length)
         self._read_text(shape)
         initial_noise([0], shape.latent)  # its program is compiled by its first use
         self._start(shape, request)
@@ -170,11 +176,8 @@ class WanPipeline:
     def condition(self, request: Request) -> Experts:
         """The experts, each with its view of the prompts; waits until they are ready."""
         shape = self.shape(request)
-        texts = list(request.prompts)
-        if shape.guidance.copies == 2:
-            texts += request.negative_prompts
         with self._precision():
-            rows = self._prompts.encode(texts, shape.text_length)
+            rows = self._prompts.encode(texts_of(request), shape.text_length)
         rows = self._everywhere(rows.astype(self.workshop.settings.precision.activations))
         read_text = self._read_text(shape)
         scales = (request.scales.high_noise, request.scales.low_noise)
@@ -280,6 +283,12 @@ class WanPipeline:
 
     def _precision(self) -> Any:
         return jax.default_matmul_precision(self.workshop.settings.precision.matmul)
+
+
+def texts_of(request: Request) -> list[str]:
+    """The texts that the model reads; the negative ones only if it is guided by them."""
+    guided = request.guidance.copies == 2
+    return [*request.prompts, *(request.negative_prompts if guided else ())]
 
 
 def _check_output_type(output_type: str) -> None:

@@ -29,19 +29,21 @@ class TensorToWrite:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_file(file: Path, tensors: Sequence[TensorToWrite]) -> None:
-    """Writes a safetensors file with the tensors in the given order."""
+def write_file(
+    file: Path, tensors: Sequence[TensorToWrite], about: Mapping[str, str] | None = None
+) -> None:
+    """Writes a safetensors file with the tensors in the given order; `about` is its metadata."""
     with file.open("wb") as stream:
-        stream.write(_header(tensors))
+        stream.write(_header(tensors, about or {}))
         for tensor in tensors:
             values = np.ascontiguousarray(tensor.values().astype(tensor.dtype, copy=False))
             assert values.shape == tensor.shape, (tensor.name, values.shape, tensor.shape)
             stream.write(values.reshape(-1).view(np.uint8).data)
 
 
-def _header(tensors: Sequence[TensorToWrite]) -> bytes:
+def _header(tensors: Sequence[TensorToWrite], about: Mapping[str, str]) -> bytes:
     # Readers of the format in torch look for this mark.
-    fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **about}}
     start = 0
     for tensor in tensors:
         fields[tensor.name] = {

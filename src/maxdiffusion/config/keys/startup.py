@@ -32,6 +32,13 @@ KEYS = (
         "Folder of compiled programs that a later run starts from, and that preflight_wan fills; "
         "empty = none.",
     ),
+    used(
+        "prompt_embeddings_cache_dir",
+        Text(),
+        "",
+        "Folder of prompt embeddings; a run that finds all of its prompts there does without the "
+        "text encoder; empty = none.",
+    ),
     refused(
         "compile_topology_num_slices",
         Integer(minimum=1, special=(-1,)),
