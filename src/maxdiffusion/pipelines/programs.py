@@ -214,11 +214,15 @@ class Workshop:
             jax.jit(decode, out_shardings=self.everywhere),
             self.models.vae.on(self.mesh),
             self._replicated((1, *shape.latent.dims), jnp.float32),
+            mesh=sharding.mesh,
         )
 
-    def _lower(self, function: Any, *arguments: Any) -> jax.stages.Lowered:
+    def _lower(
+        self, function: Any, *arguments: Any, mesh: Mesh | None = None
+    ) -> jax.stages.Lowered:
+        """The lowered function; `mesh` is that of its shard_maps, if it is not the job's."""
         with (
-            jax.set_mesh(self.mesh),
+            jax.set_mesh(mesh or self.mesh),
             jax.default_matmul_precision(self.settings.precision.matmul),
         ):
             return function.lower(*arguments)

@@ -1,31 +1,51 @@
-"""The two forms of a convolution over time give the same sums."""
+"""All forms of a convolution over time give the same sums and the same gradients."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from maxdiffusion.models.vae.convolution import (
-    CausalConv,
-    Numerics,
+from maxdiffusion.models.vae.convolution import CausalConv, Numerics, with_past
+from maxdiffusion.models.vae.sums import (
     convolve_folded,
+    convolve_rows,
     convolve_time,
     convolve_volume,
-    with_past,
 )
 
 
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("window", [(3, 3, 3), (3, 1, 1), (1, 1, 1)])
-def test_folded_equals_volume(step: int, window: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("window", [(3, 3, 3), (3, 1, 1), (1, 3, 3)])
+def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((2, 7, 4, 5, 3), dtype=np.float32)
     kernel = rng.standard_normal((*window, 3, 6), dtype=np.float32)
-    volume = convolve_volume(x, kernel, step=step)
-    assert volume.shape == (2, (7 - window[0]) // step + 1, 4, 5, 6)
+    side = window[1] // 2
+    padding = ((side, side), (side, 0))
+    volume = convolve_volume(x, kernel, step=step, padding=padding)
+    assert volume.shape == (2, (7 - window[0]) // step + 1, 4, 5 - side, 6)
     # Sums of at most 81 products of order 1, of size 9: 81 roundings of 9 * 6e-8 at the very worst.
-    for convolve in (convolve_folded, convolve_time):
-        np.testing.assert_allclose(convolve(x, kernel, step=step), volume, rtol=0, atol=4e-5)
+    for convolve in (convolve_folded, convolve_rows, convolve_time):
+        found = convolve(x, kernel, step=step, padding=padding)
+        np.testing.assert_allclose(found, volume, rtol=0, atol=4e-5)
+
+
+def test_rows_have_the_gradients_of_the_volume() -> None:
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((1, 4, 3, 4, 2), dtype=np.float32)
+    kernel = rng.standard_normal((3, 3, 3, 2, 3), dtype=np.float32)
+    pull = rng.standard_normal((1, 2, 3, 4, 3), dtype=np.float32)
+
+    def pulled(convolve):  # type: ignore[no-untyped-def]
+        def total(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return jnp.sum(convolve(x, kernel, step=1, padding=((1, 1), (1, 1))) * pull)
+
+        return jax.jit(jax.grad(total, argnums=(0, 1)))(x, kernel)
+
+    # Sums of at most 81 products of order 1, as above.
+    for found, expected in zip(pulled(convolve_rows), pulled(convolve_volume), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=4e-5)
 
 
 def test_the_past_of_the_first_chunk_is_zeros() -> None:

@@ -24,11 +24,10 @@ from maxdiffusion.models.vae.config import WanVaeConfig
 from maxdiffusion.models.vae.convolution import Numerics, Pointwise
 from maxdiffusion.models.vae.decoder import Decoder
 from maxdiffusion.models.vae.encoder import Encoder
-from maxdiffusion.models.vae.sharding import SpatialSharding
+from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 from maxdiffusion.models.vae.tiling import Tiling, map_tiles
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
-WHOLE = SpatialSharding()
 ALL_FRAMES = -1
 # step(chunk, past) -> (result, past for the next chunk)
 Step = Callable[[Array, Any], tuple[Array, Any]]

@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from maxdiffusion.models.vae.convolution import CausalConv, Numerics, Pointwise
-from maxdiffusion.models.vae.sharding import SpatialSharding
+from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 # Attention scores that one device holds at a time: 2^26 float32 are 256 MiB. A 720p frame has
 # 14,400^2 = 3.1 * 2^26 of them.
@@ -48,11 +48,11 @@ class ResidualBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Past
+        self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding = WHOLE
     ) -> tuple[Float[Array, "B F Y X D"], Past]:
         past1, past2 = (None, None) if past is None else past
-        y, past1 = self.conv1(jax.nn.silu(self.norm1(x)), past1)
-        y, past2 = self.conv2(jax.nn.silu(self.norm2(y)), past2)
+        y, past1 = self.conv1(jax.nn.silu(self.norm1(x)), past1, sharding)
+        y, past2 = self.conv2(jax.nn.silu(self.norm2(y)), past2, sharding)
         return y + (x if self.shortcut is None else self.shortcut(x)), (past1, past2)
 
 
@@ -86,9 +86,9 @@ class MidBlock(nnx.Module):
         self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding
     ) -> tuple[Float[Array, "B F Y X C"], Past]:
         before, after = (None, None) if past is None else past
-        x, before = self.before(x, before)
+        x, before = self.before(x, before, sharding)
         x = self.attention(sharding.constrain(x), sharding)
-        x, after = self.after(x, after)
+        x, after = self.after(x, after, sharding)
         return sharding.constrain(x), (before, after)
 
 
@@ -101,7 +101,7 @@ class Stage(nnx.Module):
         numerics: Numerics,
         *,
         blocks: int,
-        resample: Callable[[Array, Past], tuple[Array, Past]] | None,
+        resample: Callable[[Array, Past, SpatialSharding], tuple[Array, Past]] | None,
     ):
         widths = (dims[0], *(dims[1],) * blocks)
         self.resnets = nnx.List(
@@ -110,14 +110,14 @@ class Stage(nnx.Module):
         self.resample = resample
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Past
+        self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding = WHOLE
     ) -> tuple[Float[Array, "B f y x D"], Past]:
         layers: list[Any] = (
             [*self.resnets] if self.resample is None else [*self.resnets, self.resample]
         )
         seen = []
         for index, layer in enumerate(layers):
-            x, layer_past = layer(x, None if past is None else past[index])
+            x, layer_past = layer(x, None if past is None else past[index], sharding)
             seen.append(layer_past)
         return x, tuple(seen)
 

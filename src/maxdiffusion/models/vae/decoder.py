@@ -1,5 +1,8 @@
 """The decoder: residual stages that double height and width, some of them also time."""
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,7 +11,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.models.vae.blocks import MidBlock, Past, RmsNorm, Stage
 from maxdiffusion.models.vae.config import WanVaeConfig
 from maxdiffusion.models.vae.convolution import CausalConv, FrameConv, Numerics, with_past
-from maxdiffusion.models.vae.sharding import SpatialSharding
+from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 
 class Upsample(nnx.Module):
@@ -19,14 +22,17 @@ class Upsample(nnx.Module):
         self.time_conv = CausalConv((3, 1, 1, dim, 2 * dim), numerics) if double_time else None
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Array | None
+        self,
+        x: Float[Array, "B F Y X C"],
+        past: Array | None,
+        sharding: SpatialSharding = WHOLE,
     ) -> tuple[Float[Array, "B f y x D"], Array | None]:
         if self.time_conv is not None:
-            x, past = self._double_time(self.time_conv, x, past)
-        return self.conv(nearest(x), stride=1, padding=(1, 1)), past
+            x, past = self._double_time(partial(self.time_conv, sharding=sharding), x, past)
+        return self.conv(nearest(x), sharding, stride=1, padding=(1, 1)), past
 
     def _double_time(
-        self, time_conv: CausalConv, x: Array, past: Array | None
+        self, time_conv: Callable[..., tuple[Array, Array]], x: Array, past: Array | None
     ) -> tuple[Array, Array]:
         """Two frames for every frame but the clip's first, and the past for the next chunk."""
         if past is not None:
@@ -70,14 +76,15 @@ class Decoder(nnx.Module):
     ) -> tuple[Float[Array, "B f y x D"], Past]:
         """One chunk of latent frames, and the past for the next one (`None` before the first)."""
         past_in, past_mid, past_stages, past_out = (None,) * 4 if past is None else past
-        x, past_in = self.conv_in(sharding.constrain(x), past_in)
+        x, past_in = self.conv_in(sharding.constrain(x), past_in, sharding)
         x, past_mid = self.mid(sharding.constrain(x), past_mid, sharding)
         seen = []
         for level, stage in enumerate(self.stages):
-            x, stage_past = stage(x, None if past_stages is None else past_stages[level])
+            stage_past = None if past_stages is None else past_stages[level]
+            x, stage_past = stage(x, stage_past, sharding)
             x = sharding.constrain(x)
             seen.append(stage_past)
-        x, past_out = self.conv_out(jax.nn.silu(self.norm_out(x)), past_out)
+        x, past_out = self.conv_out(jax.nn.silu(self.norm_out(x)), past_out, sharding)
         return sharding.constrain(x), (past_in, past_mid, tuple(seen), past_out)
 
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.models.vae.blocks import MidBlock, Past, RmsNorm, Stage
 from maxdiffusion.models.vae.config import WanVaeConfig
 from maxdiffusion.models.vae.convolution import CausalConv, FrameConv, HalvingConv, Numerics
-from maxdiffusion.models.vae.sharding import SpatialSharding
+from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 
 class Downsample(nnx.Module):
@@ -19,16 +19,19 @@ class Downsample(nnx.Module):
         self.time_conv = HalvingConv((3, 1, 1, dim, dim), numerics) if halve_time else None
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Array | None
+        self,
+        x: Float[Array, "B F Y X C"],
+        past: Array | None,
+        sharding: SpatialSharding = WHOLE,
     ) -> tuple[Float[Array, "B f y x C"], Array | None]:
-        y = self.conv(x, stride=2, padding=(0, 1))
+        y = self.conv(x, sharding, stride=2, padding=(0, 1))
         if self.time_conv is None:
             return y, None
         last = y[:, -1:]
         if past is not None:
-            return self.time_conv(jnp.concatenate([past, y], axis=1)), last
+            return self.time_conv(jnp.concatenate([past, y], axis=1), sharding), last
         # The first frame of the clip goes through as it is; with the next two it makes the second.
-        rest = [self.time_conv(y)] if y.shape[1] > 1 else []
+        rest = [self.time_conv(y, sharding)] if y.shape[1] > 1 else []
         return jnp.concatenate([y[:, :1], *rest], axis=1), last
 
 
@@ -60,12 +63,13 @@ class Encoder(nnx.Module):
     ) -> tuple[Float[Array, "B f y x D"], Past]:
         """One chunk of frames, and the past for the next one (`None` before the first)."""
         past_in, past_stages, past_mid, past_out = (None,) * 4 if past is None else past
-        x, past_in = self.conv_in(sharding.constrain(x), past_in)
+        x, past_in = self.conv_in(sharding.constrain(x), past_in, sharding)
         seen = []
         for level, stage in enumerate(self.stages):
-            x, stage_past = stage(x, None if past_stages is None else past_stages[level])
+            stage_past = None if past_stages is None else past_stages[level]
+            x, stage_past = stage(x, stage_past, sharding)
             x = sharding.constrain(x)
             seen.append(stage_past)
         x, past_mid = self.mid(x, past_mid, sharding)
-        x, past_out = self.conv_out(jax.nn.silu(self.norm_out(x)), past_out)
+        x, past_out = self.conv_out(jax.nn.silu(self.norm_out(x)), past_out, sharding)
         return sharding.constrain(x), (past_in, tuple(seen), past_mid, past_out)

@@ -1,21 +1,24 @@
 """How frames are cut into rows and columns of devices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 AXES = ("batch", "redundant", "rows", "columns")
-# XLA's partitioner (jaxlib 0.10.2) gives wrong sums for 3x3 convolutions over pieces of one latent
-# along a cut, without a word; from two on they are right.
-LEAST_LATENTS = 2
+PIECES = PartitionSpec("batch", None, "rows", "columns")
+# Zeros before and after the height, and before and after the width.
+Padding = tuple[tuple[int, int], tuple[int, int]]
+LEAST_LATENTS = 2  # pieces of one latent send as much to their neighbours as they have
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,13 +79,40 @@ class SpatialSharding:
             return x
         if x.shape[2] % self.rows or x.shape[3] % self.columns:
             raise ProblemsFound([self._does_not_fit(x.shape[2], x.shape[3])])
-        return self._place(x, PartitionSpec("batch", None, "rows", "columns"))
+        return self._place(x, PIECES)
 
     def gather(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
         """The frames, each whole on every device."""
         if self.mesh is None or self.mesh.size == 1:
             return x
         return self._place(x, PartitionSpec("batch"))
+
+    def by_piece(
+        self,
+        convolve: Callable[[Array, Array, Padding], Array],
+        x: Float[Array, "B F Y X C"],
+        kernel: Array,
+        padding: Padding,
+    ) -> Array:
+        """`convolve(x, kernel, padding)`, each device over its piece with its neighbours' borders.
+
+        XLA's partitioner (jaxlib 0.10.2) gives wrong sums for convolutions over small pieces, and
+        exchanges borders for every tap; here they are exchanged once. Where a program is lowered
+        under a mesh it must be this one.
+        """
+        if self.mesh is None or self.mesh.size == 1:
+            return convolve(x, kernel, padding)
+
+        def piece(x: Array, kernel: Array) -> Array:
+            x = _with_borders(x, 2, "rows", self.rows, padding[0])
+            x = _with_borders(x, 3, "columns", self.columns, padding[1])
+            return convolve(x, kernel, ((0, 0), (0, 0)))
+
+        specs = (PIECES, PartitionSpec())
+        run = jax.shard_map(
+            piece, mesh=self.mesh, in_specs=specs, out_specs=PIECES, check_vma=False
+        )
+        return run(self.constrain(x), kernel)
 
     def describe(self) -> str:
         """One line: the pieces, the devices, and why they are fewer than asked for."""
@@ -114,6 +144,28 @@ class SpatialSharding:
             f"{self.height}x{self.width}, and does not divide it",
             remedy="Make the SpatialSharding for the size that is run",
         )
+
+
+WHOLE = SpatialSharding()
+
+
+def _with_borders(x: Array, dim: int, axis: str, count: int, sizes: tuple[int, int]) -> Array:
+    """A piece with the nearest rows (or columns) of its neighbours, and zeros at the edges."""
+    before, after = sizes
+    length, last = x.shape[dim], count - 1
+    parts = [x]
+    if before:
+        nearest = lax.slice_in_dim(x, length - before, length, axis=dim)
+        parts.insert(0, _sent(nearest, axis, [(i, i + 1) for i in range(last)]))
+    if after:
+        nearest = lax.slice_in_dim(x, 0, after, axis=dim)
+        parts.append(_sent(nearest, axis, [(i + 1, i) for i in range(last)]))
+    return jnp.concatenate(parts, axis=dim)
+
+
+def _sent(x: Array, axis: str, pairs: list[tuple[int, int]]) -> Array:
+    """What a neighbour sends; zeros where there is none."""
+    return lax.ppermute(x, axis, pairs) if pairs else jnp.zeros_like(x)
 
 
 def split(devices: int, height: int, width: int) -> tuple[int, int]:
