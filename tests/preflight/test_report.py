@@ -19,6 +19,7 @@ from maxdiffusion.preflight.programs import CompiledProgram, Memory
 from maxdiffusion.preflight.report import Report
 from maxdiffusion.preflight.step_time import KernelTime, in_words, step_time
 from maxdiffusion.preflight.topology import read_topology
+from maxdiffusion.preflight.video_time import Runs, VideoTime, video_time
 
 MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
 SIZES = WanTransformerConfig(layers=2)
@@ -75,6 +76,7 @@ def report():
             collectives=collectives,
             network=grid_network(topology),
         ),
+        video=VideoTime(programs={"denoise_step": Runs(seconds=0.5, times=40)}),
     )
 
 
@@ -95,6 +97,28 @@ def test_parts_add_up(report):
     # Four all-to-alls of a layer stay on a chip: 20 MB, half of it to the other core, 600 GB/s.
     on_chip = 2 * 4 * 19_968_000 / 2 / 600e9
     assert report.step.exposed_exchange >= on_chip
+
+
+def test_a_video_is_all_runs_of_its_programs(report):
+    memory = report.programs[0].memory
+    text = recorded("denoise_step_two_layers.txt")
+    step, decode = (
+        CompiledProgram(name=name, text=text, memory=memory, flops=1.0, seconds=1.0)
+        for name in ("denoise_step", "decode")
+    )
+    video = video_time(
+        [step, decode],
+        {"denoise_step": 40, "decode": 2, "start": 1},
+        2.5,
+        chip=report.topology.chip,
+        network=grid_network(report.topology),
+    )
+    # What is no denoise step takes its cycles and its exchange; this one's kernels have no figures.
+    once = sum(report.step.outside.values())
+    assert video.programs["decode"].seconds > once
+    assert video.total == pytest.approx(40 * 2.5 + 2 * video.programs["decode"].seconds)
+    assert "decode, 2 x" in "\n".join(video.lines())
+    assert video.as_json()["denoise_step"]["seconds"] == 100.0
 
 
 def test_no_step_is_quicker_than_its_bound(report):

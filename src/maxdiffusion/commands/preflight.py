@@ -38,6 +38,7 @@ from maxdiffusion.preflight.released import find_spec
 from maxdiffusion.preflight.report import Report
 from maxdiffusion.preflight.step_time import KernelTime, step_time
 from maxdiffusion.preflight.topology import Topology, describe_devices, read_topology
+from maxdiffusion.preflight.video_time import video_time
 from maxdiffusion.runtime.libtpu_flags import describe_flags
 from maxdiffusion.runtime.problems import RunFailed
 
@@ -181,6 +182,14 @@ def assemble(
         text_length=shape.text_length,
         batch=shape.model_batch,
     )
+    links = network(job.topology, mesh.devices.flatten().tolist())
+    seconds = step_time(
+        chip=chip,
+        kernels=kernel_times(job, figures),
+        cycles=cycles,
+        collectives=collectives,
+        network=links,
+    )
     return Report(
         topology=job.topology,
         mesh=dict(mesh.shape),
@@ -192,14 +201,20 @@ def assemble(
         collectives=collectives,
         flops=flops,
         bounds=step_bounds(flops, chip, mesh.size, transformer.head_dim),
-        step=step_time(
-            chip=chip,
-            kernels=kernel_times(job, figures),
-            cycles=cycles,
-            collectives=collectives,
-            network=network(job.topology, mesh.devices.flatten().tolist()),
-        ),
+        step=seconds,
+        video=video_time(programs, runs_of(job), seconds.total, chip=chip, network=links),
     )
+
+
+def runs_of(job: Preflight) -> dict[str, int]:
+    """How often each program runs for one batch of videos of the same prompt."""
+    return {
+        "text_encoder": job.shape.guidance.copies,
+        "read_text": len(job.workshop.spec.experts),
+        "start": 1,
+        DENOISE_STEP: job.config.num_inference_steps,
+        "decode": job.shape.videos,
+    }
 
 
 def kernel_times(job: Preflight, figures: Sequence[KernelFigures]) -> dict[str, KernelTime]:

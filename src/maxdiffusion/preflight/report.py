@@ -12,6 +12,7 @@ from maxdiffusion.preflight.memory import Residence
 from maxdiffusion.preflight.programs import CompiledProgram
 from maxdiffusion.preflight.step_time import StepTime, in_words
 from maxdiffusion.preflight.topology import Topology
+from maxdiffusion.preflight.video_time import VideoTime
 
 GIB = 2**30
 
@@ -31,6 +32,7 @@ class Report:
     flops: ForwardFlops
     bounds: Bounds
     step: StepTime
+    video: VideoTime
 
     @property
     def mfu(self) -> float:
@@ -54,6 +56,8 @@ class Report:
             "mesh": dict(self.mesh),
             "attention": self.attention,
             "seconds": self.step.parts(),
+            "predicted_seconds_per_video": self.video.total,
+            "seconds_of_programs": self.video.as_json(),
             "flops_per_step": self.flops.parts(),
             "cycles_per_layer": {part.value: n for part, n in self.cycles.per_layer.items()},
             "cycles_per_step": {part.value: n for part, n in self.cycles.total.items()},
@@ -69,6 +73,8 @@ class Report:
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()),
             "",
             *self._step_lines(),
+            "",
+            *self.video.lines(),
             "",
             *self._kernel_lines(),
             "",
