@@ -6,7 +6,9 @@ FROM python:3.11-slim
 ARG EXTRAS=""
 ENV PYTHONUNBUFFERED=1 PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
-RUN useradd --create-home --uid 1000 maxdiffusion
+# /app/outputs is output_dir where nothing else is asked for.
+RUN useradd --create-home --uid 1000 maxdiffusion \
+    && install --directory --owner=1000 --group=1000 /app/outputs
 WORKDIR /app
 
 COPY pyproject.toml constraints.txt README.md LICENSE ./

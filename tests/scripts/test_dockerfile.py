@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -65,6 +66,12 @@ def test_it_does_not_run_as_root():
     assert user > 0
     assert f"--uid {user} " in TEXT
     assert TEXT.index("\nUSER ") > TEXT.index("\nRUN pip install")
+
+
+def test_its_user_may_write_to_the_default_output_dir():
+    base = yaml.safe_load((ROOT / "configs" / "base_wan_27b.yml").read_text())
+    made = f"install --directory --owner={value_of('USER')} --group={value_of('USER')}"
+    assert f"{made} {value_of('WORKDIR')}/{base['output_dir']}\n" in TEXT
 
 
 def test_it_runs_the_command_on_a_config_that_is_in_the_image():
