@@ -12,13 +12,13 @@ from maxdiffusion.mesh.axes import AXES, CONTEXT_AXES
 SPREAD = "spread"
 # Weights are split by their own features over `tensor` and by the model width over `fsdp`; those
 # whose width is `spread` lie over all devices of a sequence, and are gathered layer by layer.
-# A text encoder reads one text at a time: all devices of the mesh share its words and `columns`.
+# A text encoder reads one text at a time: all devices of the mesh share its `words` and `columns`.
 PARAMETER_AXES: Mapping[str, tuple[str, ...]] = {
     "model": ("fsdp",),
     SPREAD: ("fsdp", *CONTEXT_AXES),
     "heads": ("tensor",),
     "mlp": ("tensor",),
-    "vocab": AXES,
+    "words": AXES,
     "columns": AXES,
 }
 # Activations are split by batch and sequence; features that come out of a split weight stay split.

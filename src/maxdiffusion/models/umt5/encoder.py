@@ -155,7 +155,7 @@ class Umt5Encoder(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         table = _normal((config.vocab, config.width), 1.0, rngs, param_dtype)
-        self.embedding = nnx.Param(table, dims=("vocab", "width"))
+        self.embedding = nnx.Param(table, dims=("words", "width"))
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)
