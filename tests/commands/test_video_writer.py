@@ -91,8 +91,8 @@ def test_what_could_not_be_written_is_said_at_the_end(disk: Disk) -> None:
     def run() -> None:
         with VideoWriter(None) as writer:
             add(writer, 0)
-            add(writer, 1)
             disk.released.set()
+            add(writer, 1)
 
     with pytest.raises(VideoError, match=r"1\.mp4"):
         run()
@@ -102,11 +102,11 @@ def test_what_could_not_be_written_is_said_at_the_end(disk: Disk) -> None:
 def test_an_error_of_the_run_leaves_the_videos_before_it(disk: Disk) -> None:
     def fail() -> None:
         with VideoWriter(None) as writer:
-            add(writer, 0)
-            add(writer, 1)
+            for seed in range(AHEAD):
+                add(writer, seed)
             threading.Timer(0.2, disk.released.set).start()
             raise RuntimeError("of the run")
 
     with pytest.raises(RuntimeError, match="of the run"):
         fail()
-    assert disk.names == [0, 1]
+    assert disk.names == list(range(AHEAD))

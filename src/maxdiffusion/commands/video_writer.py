@@ -19,7 +19,7 @@ from maxdiffusion.config.config import Config
 from maxdiffusion.runtime.timing import Stage, Timings
 from maxdiffusion.runtime.video import write_video
 
-AHEAD = 2  # videos that wait for their files, besides the one that is made
+AHEAD = 1  # videos that wait for their files, besides the one that is made
 
 
 @dataclass(frozen=True, kw_only=True)
