@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs a command as N processes on this machine, which share eight virtual CPU devices.
 # Usage: scripts/multihost/local.sh N CONFIG.yml [key=value ...]
-# PROGRAM=maxdiffusion.train_wan trains; DEVICES=4 shares four devices; PYTHON names the interpreter.
+# PROGRAM=maxdiffusion.train_wan trains; DEVICES=4 shares four devices; PYTHON names the interpreter (.venv's, or python).
 set -euo pipefail
 if [ $# -lt 2 ]; then
   sed -n '2,4s/^# //p' "$0" >&2
@@ -14,7 +14,9 @@ if ! [[ $processes =~ ^[1-9][0-9]*$ ]] || [ $((devices % processes)) -ne 0 ]; th
   echo "N=$processes: must be a number that divides the $devices devices" >&2
   exit 2
 fi
-python=${PYTHON:-python}
+own=$(cd "$(dirname "$0")/../.." && pwd)/.venv/bin/python
+[ -x "$own" ] || own=python
+python=${PYTHON:-$own}
 export JAX_PLATFORMS=cpu
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_force_host_platform_device_count=$((devices / processes))"
 if [ "$processes" -gt 1 ]; then
