@@ -30,7 +30,7 @@ def settle_attention(
 ) -> tuple[Config, tuple[str, ...]]:
     """The config with an attention in place of `auto`, and a paragraph on why this one.
 
-    Sizes that a config states for ring and ulysses are kept, and more than one group of heads.
+    Sizes that a config states for ring and ulysses are kept.
     """
     if config.attention != AUTO:
         return config, ()
@@ -44,11 +44,7 @@ def settle_attention(
     if not found:
         return with_attention(config, {"attention": ANYWHERE}), ()
     best = found[0]
-    chosen: dict[str, str | int] = {
-        "attention": best.name,
-        "ulysses_shards": best.shape.ulysses,
-        "ulysses_attention_chunks": best.chunks,
-    }
+    chosen = {"attention": best.name, "ulysses_shards": best.shape.ulysses}
     return with_attention(config, chosen), (explain(found),)
 
 
@@ -94,7 +90,7 @@ def _agrees(config: Config, shape: MeshShape, stated: MeshShape) -> bool:
     return open_split or shape.ulysses == stated.ulysses
 
 
-def with_attention(config: Config, chosen: Mapping[str, str | int]) -> Config:
+def with_attention(config: Config, chosen: Mapping[str, object]) -> Config:
     """The config with what was chosen in place of what it says."""
     return replace(
         config,

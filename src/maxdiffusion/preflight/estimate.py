@@ -127,10 +127,10 @@ def _exchanges(
     local = sizes.batch * sum(sizes.heads) * sizes.q_len * width
     if isinstance(exchange, Ulysses):
         groups = _groups(mesh, exchange.axes)
-        # XLA keeps one all-to-all in flight: of two or more groups of heads, half of the exchanges
-        # find a product or a kernel to run under (4 of 8 and 8 of 16 in compiled layers).
-        waited = local if exchange.chunks == 1 else local // 2
-        yield _collective("all-to-all", waited, groups, times=4), 0.0
+        # XLA keeps one all-to-all in flight: half of the exchanges find a product or a kernel to
+        # run under, however many groups of heads there are (2 of 4, 4 of 8, 8 of 16 in compiled
+        # layers).
+        yield _collective("all-to-all", local // 2, groups, times=4), 0.0
         yield from _exchanges(exchange.inner, plan)
     elif isinstance(exchange, Ring | BidirectionalRing):
         keys = sizes.batch * sum(sizes.heads) * sizes.kv_len * width

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import jax
 
@@ -25,10 +24,6 @@ from maxdiffusion.preflight.topology import Topology
 # None is held to flash_min_seq_length, so that text goes through our kernel too: with a ring of one
 # the first is the program of ulysses_custom, which is held to it.
 NAMES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
-
-# Groups of heads that are tried where a config states none: the exchanges of one run under the
-# kernel of another.
-HEAD_GROUPS = (1, 2)
 
 # Estimates that are closer than this are a tie: the model is not more exact.
 TIE = 1.02
@@ -53,11 +48,10 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An attention that can run, the split of the context and groups of heads, and its estimate."""
+    """An attention that can run, the split of the context it needs, and its estimate."""
 
     name: str
     shape: MeshShape
-    chunks: int
     plan: AttentionPlan
     estimate: Estimate
 
@@ -69,9 +63,8 @@ class Choice:
     def describe(self) -> str:
         """What was chosen, in a few words."""
         parts = self.estimate
-        groups = f" in {self.chunks} groups of heads" if self.chunks > 1 else ""
         return (
-            f"{self.name} with ulysses {self.shape.ulysses}{groups} x ring {self.shape.ring} and "
+            f"{self.name} with ulysses {self.shape.ulysses} x ring {self.shape.ring} and "
             f"{self.blocks}: "
             f"{parts.total:.3f} s/step (kernels {parts.kernels:.3f}, other work "
             f"{parts.outside:.3f}, exchange {parts.exchange_copies:.3f} in copies and "
@@ -92,7 +85,7 @@ def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int =
     found = [choice for shape in shapes for choice in _of_split(task, shape)]
     if not found:
         return []
-    found.sort(key=lambda one: (round(one.estimate.total, 4), one.shape.ring, one.chunks))
+    found.sort(key=lambda choice: (round(choice.estimate.total, 4), choice.shape.ring))
     near = [c for c in found if c.estimate.total <= TIE * found[0].estimate.total]
     best = min(near, key=lambda choice: choice.shape.ring)
     return [best, *(choice for choice in found if choice is not best)]
@@ -121,29 +114,19 @@ def explain(found: Sequence[Choice]) -> str:
 
 
 def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
-    for name, chunks in product(NAMES, _head_groups(task, shape)):
+    for name in NAMES:
         if name != NAMES[0] and shape.ring == 1:
             continue  # a ring of one is the same program under every name
-        options = replace(task.options, ulysses_attention_chunks=chunks)
         mesh = build_mesh(shape, devices=task.devices)
         text = replace(task.problem, kv_len=task.text_length)
         try:
-            plan = plan_attention(name, task.problem, mesh, options)
-            plan_cross_attention(name, text, mesh, options)
+            plan = plan_attention(name, task.problem, mesh, task.options)
+            plan_cross_attention(name, text, mesh, task.options)
         except UnsupportedAttention:
             continue
         links = network(task.topology, mesh.devices.flatten().tolist())
         estimate = estimate_step(plan, task.flops, task.layers, links, task.shares)
-        yield Choice(name=name, shape=shape, chunks=chunks, plan=plan, estimate=estimate)
-
-
-def _head_groups(task: Task, shape: MeshShape) -> tuple[int, ...]:
-    """The groups of heads to try: the stated number, or all that leave a device a head each."""
-    stated = task.options.ulysses_attention_chunks
-    if stated > 1 or shape.ulysses == 1:
-        return (stated,)
-    most = task.problem.heads // (shape.tensor * shape.ulysses)
-    return tuple(groups for groups in HEAD_GROUPS if groups == 1 or groups <= most)
+        yield Choice(name=name, shape=shape, plan=plan, estimate=estimate)
 
 
 def tiles_in_words(plan: AttentionPlan) -> str:
