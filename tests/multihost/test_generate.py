@@ -7,11 +7,13 @@ import signal
 import time
 from pathlib import Path
 
+from multihost.in_buckets import DIES_BEFORE
 from multihost.launching import ROOT, TINY, launched, run
 from object_storage import served
 
 PROMPTS = ("a red circle moves right", "a blue square stands still", "a green star grows")
 NAMES = tuple(f"wan_output_5_{index}.mp4" for index in range(len(PROMPTS)))
+LATENTS = "wan_output_5_1.latents.safetensors"
 MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
 IN_BUCKETS = ROOT / "tests" / "multihost" / "in_buckets.py"
 
@@ -44,19 +46,22 @@ def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(tmp_path
         command = (IN_BUCKETS, *arguments(tmp_path), *stored("gs://bucket"))
 
         # kill -9 of the writer ends the other process, which names it.
-        with launched(2, command, variables=variables) as (first, second):
-            first.wait_for(f"wrote gs://bucket/videos/{NAMES[0]}")
-            first.kill()
+        dying = {**variables, DIES_BEFORE: NAMES[1]}
+        with launched(2, command, variables=dying) as (first, second):
+            assert first.end() == -signal.SIGKILL
             killed = time.monotonic()
             assert second.end() == 1
             assert time.monotonic() - killed < 15  # 5 on a machine that has the time
             assert f"pid {first.process.pid}), which the job meets at, does not" in second.said
+        assert f"wrote gs://bucket/videos/{NAMES[0]}" in first.said
         kept = (bucket / "videos" / NAMES[0]).read_bytes()
-        assert NAMES[2] not in files(bucket / "videos")
+        # The second video was denoised; only the third, which was in work, is lost.
+        assert files(bucket / "videos") == [NAMES[0], LATENTS]
 
         # SIGTERM to one process stops both, after what they were at.
         with launched(2, command, variables=variables) as (first, second):
-            first.wait_for("videos are there already")
+            first.wait_for("1 of 3 videos are there already; 2 to make")
+            first.wait_for("1 of them denoised before, and now only decoded")
             first.wait_for("weights of vae: taken from gs://bucket/weights/vae")
             assert "prompt embeddings: 0 of" not in first.said  # the negative prompt's at least
             first.wait_for(f"wrote gs://bucket/videos/{NAMES[1]}")

@@ -26,7 +26,6 @@ MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
 # One name for each way in which devices exchange keys: gathered, around a ring, heads for tokens,
 # both of these, and both with two streams. Of several kernels the one that compiles quickest.
 EXCHANGES = ("flash", "ring", "ulysses", "ulysses_ring", "ulysses_ring_custom_bidir")
-ON_FOUR = ("ulysses_ring_custom_bidir",)  # heads go for tokens, and keys both ways around a ring
 QUICK = Patience(join=60, heartbeat=60, hang=2)
 
 
@@ -40,7 +39,7 @@ def exchanges(folder: Path) -> None:
         found[name] = latents
 
     generate.check_same = keep
-    for name in EXCHANGES if jax.process_count() < 4 else ON_FOUR:
+    for name in EXCHANGES:
         generate.generate(read_config([str(TINY), *arguments(name, folder)]))
     if jax.process_index() == 0:
         np.savez(folder / f"exchanges_{jax.process_count()}.npz", **found)

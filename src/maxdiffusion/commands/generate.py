@@ -11,6 +11,7 @@ import numpy as np
 from maxdiffusion import __version__
 from maxdiffusion.commands.entry import chip_of
 from maxdiffusion.commands.fast_heads import FastHeadReport, Watch
+from maxdiffusion.commands.kept_latents import KeptLatents, forget_needless, latents_path
 from maxdiffusion.commands.kept_prompts import kept_prompts
 from maxdiffusion.commands.pipeline_settings import sampler, video_shape
 from maxdiffusion.commands.preparation import Preparation, prepare
@@ -48,10 +49,11 @@ def generate(reading: Reading) -> None:
     videos = videos_to_make(preparation)
     if not videos:
         return
+    kept = KeptLatents(preparation.config, videos)
+    groups = in_groups(videos, kept, preparation.shape.videos)
     timings = Timings(Profiler(profile_plan(preparation.config)))
     MARKS.reach("loading weights")
     pipeline = load(preparation, timings, [video.prompt for video in videos])
-    groups = list(batches(videos, preparation.shape.videos))
     MARKS.reach("compiling")
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
@@ -61,20 +63,17 @@ def generate(reading: Reading) -> None:
         for number, group in enumerate(groups):
             MARKS.reach(f"the prompts of {group[0].path.name}")
             asked = request(preparation, group)
-            try:
-                latents = make(pipeline, asked, timings, report, writer.check)
-            except StopAsked:
-                writer.finish()
-                raise stopped(groups[:number], videos, preparation.config) from None
-            with steps_bar("Decoding", len(group), unit="video") as advance:
-                # What only filled the group up is left out.
-                for video, one in zip(group, latents, strict=False):
-                    MARKS.reach(f"decoding {video.path.name}")
-                    frames = decode(pipeline, asked, one, timings)
-                    MARKS.reach(f"writing {video.path.name}")
-                    with decoding(timings, Stage.VAE_DECODE_HOST):
-                        writer.add(video, frames)
-                    advance()
+            if group[0] in kept:
+                latents = kept.read(group)
+            else:
+                try:
+                    latents = make(pipeline, asked, timings, report, writer.check)
+                except StopAsked:
+                    writer.finish()
+                    raise stopped(groups[:number], videos, preparation.config) from None
+                writer.keep(group, latents)
+            write_group(pipeline, asked, group, latents, writer, timings)
+            writer.settle()
         with decoding(timings, Stage.VAE_DECODE_HOST):
             writer.fetch()
     hosts = gather_hosts(timings)
@@ -85,20 +84,35 @@ def generate(reading: Reading) -> None:
         timings.write(place(preparation.config.timing_file), details)
 
 
+def in_groups(
+    videos: tuple[Video, ...], kept: KeptLatents, size: int
+) -> tuple[tuple[Video, ...], ...]:
+    """The videos that are made together; those that only need decoding come first, and are said."""
+    if kept:
+        say(f"{len(kept)} of them denoised before, and now only decoded")
+    denoised = tuple(video for video in videos if video in kept)
+    others = tuple(video for video in videos if video not in kept)
+    return (*batches(denoised, size), *batches(others, size))
+
+
 def videos_to_make(preparation: Preparation) -> tuple[Video, ...]:
     """The videos of the job, without those that an earlier run of a prompts file has finished."""
     config = preparation.config
     videos = list_videos(config, preparation.job)
     if jax.process_index() == 0:
-        remove_leftovers([video.path for video in videos])
+        remove_leftovers([path for video in videos for path in (video.path, latents_path(video))])
     done = finished(config, videos)
+    if jax.process_index() == 0:
+        forget_needless([video for video, there in zip(videos, done, strict=True) if there])
     if any(done):
         left = f"{len(videos) - sum(done)} to make" if not all(done) else "nothing is left to make"
         say(f"{sum(done)} of {len(videos)} videos are there already; {left}")
     return tuple(video for video, there in zip(videos, done, strict=True) if not there)
 
 
-def stopped(done: list[tuple[Video, ...]], videos: tuple[Video, ...], config: Config) -> RunFailed:
+def stopped(
+    done: Sequence[tuple[Video, ...]], videos: tuple[Video, ...], config: Config
+) -> RunFailed:
     """What is said at the end of a run that was asked to stop."""
     made = sum(map(len, done))
     again = "makes the rest" if config.prompts_file else "starts again"
@@ -223,6 +237,26 @@ def check_same(latents: np.ndarray, request: Request) -> None:
     """Raises Diverged unless every process has the same latents."""
     seeds = ", ".join(map(str, request.seeds))
     agree_on_result(f"latents of seeds {seeds}", hashlib.sha256(latents.tobytes()).hexdigest())
+
+
+def write_group(
+    pipeline: WanPipeline,
+    request: Request,
+    group: tuple[Video, ...],
+    latents: np.ndarray,
+    writer: VideoWriter,
+    timings: Timings,
+) -> None:
+    """Decodes the videos of a group, and hands each over to be written."""
+    with steps_bar("Decoding", len(group), unit="video") as advance:
+        # What only filled the group up is left out.
+        for video, one in zip(group, latents, strict=False):
+            MARKS.reach(f"decoding {video.path.name}")
+            frames = decode(pipeline, request, one, timings)
+            MARKS.reach(f"writing {video.path.name}")
+            with decoding(timings, Stage.VAE_DECODE_HOST):
+                writer.add(video, frames)
+            advance()
 
 
 def decode(

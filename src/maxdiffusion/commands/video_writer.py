@@ -1,10 +1,11 @@
 """Videos on their way from the devices to files, while the next ones are made.
 
-frames on the devices --fetching--> bytes on the host --writing--> file
+latents on the host ----moving----> file, until the video's own is there
+frames on the devices --moving----> bytes on the host --writing--> file
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Self
 import jax
 import numpy as np
 
+from maxdiffusion.commands.kept_latents import LatentsOfGroup, forget_latents, keep_latents
 from maxdiffusion.commands.videos import Video, identity, metadata
 from maxdiffusion.config.config import Config
 from maxdiffusion.runtime.timing import Stage, Timings
@@ -39,9 +41,10 @@ class VideoWriter:
 
     def __init__(self, config: Config):
         self._config = config
-        self._fetching = ThreadPoolExecutor(1, thread_name_prefix="fetching frames")
+        self._moving = ThreadPoolExecutor(1, thread_name_prefix="moving latents and frames")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="writing videos")
         self._waiting: deque[_OnItsWay] = deque()
+        self._kept: Future[None] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -58,8 +61,18 @@ class VideoWriter:
             else:
                 wait([video.written for video in self._waiting])
         finally:
-            self._fetching.shutdown(wait=False, cancel_futures=True)
+            self._moving.shutdown(wait=False, cancel_futures=True)
             self._writing.shutdown(wait=False, cancel_futures=True)
+
+    def keep(self, videos: Sequence[Video], latents: LatentsOfGroup) -> None:
+        """Keeps latents until their videos have files, in a job that could read them again."""
+        if jax.process_index() == 0 and self._config.prompts_file:
+            self._kept = self._moving.submit(keep_latents, self._config, videos, latents)
+
+    def settle(self) -> None:
+        """Returns when latents are kept, so that nothing denoised before can be lost."""
+        if self._kept is not None:
+            self._kept.result()
 
     def add(self, video: Video, frames: jax.Array) -> None:
         """Hands a video over; waits while too many others have no file yet."""
@@ -69,7 +82,7 @@ class VideoWriter:
         while len(self._waiting) >= AHEAD:
             self._waiting[0].written.result()
             self._waiting.popleft()
-        fetched = self._fetching.submit(np.asarray, frames)
+        fetched = self._moving.submit(np.asarray, frames)
         written = self._writing.submit(lambda: write(self._config, video, fetched.result()))
         self._waiting.append(_OnItsWay(fetched=fetched, written=written))
 
@@ -101,6 +114,8 @@ def write(config: Config, video: Video, frames: np.ndarray) -> None:
         identity=identity(config, video),
     )
     print(f"wrote {video.path}", flush=True)
+    if config.prompts_file:
+        forget_latents(video)
 
 
 @contextmanager
