@@ -3,9 +3,9 @@
 
     python scripts/bench_static.py FOLDER
 
-FOLDER has online.json, ring.json and fixed_m.json (guidance on, data 2 x context 4), cp8.json and
-cp8_fixed_m.json (guidance off, context 8) and scan.json (contexts 4, 8, 16); a report that is not
-there leaves its rows empty. The last line is the table as one JSON object.
+FOLDER has online.json, ring.json, fixed_m.json and fp8.json (guidance on, data 2 x context 4),
+cp8.json and cp8_fixed_m.json (guidance off, context 8) and scan.json (contexts 4, 8, 16); a report
+that is not there leaves its rows empty. The last line is the table as one JSON object.
 """
 
 import json
@@ -67,6 +67,7 @@ def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
     yield Row("seconds per step, dp2-cp4, online, U2R2", seconds(online), ".3f", "2.3", "2.15")
     yield Row("seconds per step, dp2-cp4, online, U1R4", seconds(ring), ".3f", "2.3", "2.15")
     yield Row("seconds per step, dp2-cp4, fixed-m", seconds(fixed_m), ".3f", "2.3", "2.15")
+    yield Row("seconds per step, dp2-cp4, fp8 (lossy)", seconds(reports.get("fp8")), ".3f", "", "")
     yield Row("seconds per step, CP8, CFG off", seconds(cp8), ".3f", "", "")
     for before, after in ((4, 8), (8, 16)):
         name = f"scaling efficiency CP{before} -> CP{after}"

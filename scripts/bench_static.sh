@@ -29,6 +29,7 @@ report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
 report online compare='["ulysses_ring_custom:2x2"]' "${guided[@]}"
 report ring compare='["ulysses_ring_custom:1x4"]' "${guided[@]}"
 report fixed_m compare='["ulysses_ring_custom_fixed_m:2x2"]' "${guided[@]}"
+report fp8 compare='["ulysses_ring_custom_fp8:2x2"]' "${guided[@]}"
 report cp8 compare='["ulysses_ring_custom:8x1"]' "${unguided[@]}"
 report cp8_fixed_m compare='["ulysses_ring_custom_fixed_m:8x1"]' "${unguided[@]}"
 report scan scan_cp=4,8,16 attention=ulysses_ring_custom ici_data_parallelism=2

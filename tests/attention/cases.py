@@ -132,3 +132,14 @@ def allowed_error(case: Case, inputs: Inputs, *, fixed_m: bool) -> float:
     steps = math.sqrt(case.head_dim) + math.sqrt(case.length) + exponent + 4
     bound = ROUNDOFF["float32"] * steps
     return bound + 4 * ROUNDOFF["bfloat16"] if case.dtype == "bfloat16" else bound
+
+
+def fp8_error(inputs: Inputs) -> float:
+    """Relative L2 error that queries of float8 explain, for scores of about unit variance.
+
+    A query's element is off by at most 2**-4 of itself, evenly spread, so by 2**-4 / sqrt(3) in the
+    root mean square at most; the error of a score, in nats, is that times the root mean square of
+    q k / sqrt(H), and passes on to the probabilities, whose outputs differ by it relatively.
+    """
+    sizes = [np.sqrt(np.mean(np.square(x.astype(np.float64)))) for x in (inputs.q, inputs.k)]
+    return 2.0**-4 / math.sqrt(3) * sizes[0] * sizes[1]

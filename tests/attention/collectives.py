@@ -28,8 +28,8 @@ def expected_collectives(name: str, ring: int, ulysses: int, groups: int = 1) ->
     if ring > 1:
         streams = 2 if name.endswith("bidir") else 1
         counts["collective-permute"] = 2 * streams * (ring - 1) * groups
-        if name.endswith("fixed_m"):
-            # One sum for the key mean, one maximum for the bounds.
+        if name.endswith(("fixed_m", "fp8")):
+            # One sum for the key mean, one maximum for the bounds or the largest key.
             counts["all-reduce"] = 2 * groups
     return counts
 

@@ -48,6 +48,7 @@ def test_has_the_public_names():
         "ulysses_ring_custom",
         "ulysses_ring_custom_bidir",
         "ulysses_ring_custom_fixed_m",
+        "ulysses_ring_custom_fp8",
     }
 
 

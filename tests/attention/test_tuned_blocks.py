@@ -49,7 +49,7 @@ def test_picks_the_tuned_tiles_of_a_chip(kernel, where, block_q, block_kv):
 
 
 def test_given_sizes_come_first_and_the_rest_fits_them():
-    blocks = flash_blocks(site(block_q=1536, block_kv=768), fixed_m=False)
+    blocks = flash_blocks(site(block_q=1536, block_kv=768), "flash online")
     assert (blocks.block_q, blocks.block_kv) == (1536, 768)
     assert blocks.block_kv_compute == blocks.block_kv_compute_in == 768
 

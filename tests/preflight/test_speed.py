@@ -16,6 +16,8 @@ JOB = (
 )
 SMALL_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=1024")
 
+FP8_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=2048")
+
 
 def output_of(*command):
     """What a Python program prints."""
@@ -50,11 +52,25 @@ def test_exchanges_run_beside_products(layer):
     assert layer.count("collective-permute-start") == 2
 
 
-def test_the_main_loop_of_a_small_tile(tmp_path):
-    output_of("-m", "maxdiffusion.commands.preflight_kernels", tmp_path, *JOB, *SMALL_TILE)
-    kernels = json.loads((tmp_path / "kernels.json").read_text())
+def kernel_of(folder, *job):
+    """The figures of the kernel of self-attention."""
+    output_of("-m", "maxdiffusion.commands.preflight_kernels", folder, *job)
+    kernels = json.loads((folder / "kernels.json").read_text())
     (kernel,) = (one for one in kernels if one["purpose"] == "self-attention")
+    return kernel
+
+
+def test_the_main_loop_of_a_small_tile(tmp_path):
+    kernel = kernel_of(tmp_path, *JOB, *SMALL_TILE)
     # 2,436 bundles where the MXUs need 2,304; 2,612 for as many products where keys end.
     assert kernel["mxu_bound_bundles"] == 2304
     assert kernel["main_loop_bundles"] <= 2480
     assert kernel["ragged_cycles"] <= 2660
+
+
+def test_the_main_loop_in_float8(tmp_path):
+    kernel = kernel_of(tmp_path, *JOB, "attention=ulysses_ring_custom_fp8", *FP8_TILE)
+    # 745 bundles for 256 x 2048 scores, 768 of which bfloat16 would need for its products alone.
+    assert kernel["mxu_bound_bundles"] == 512
+    assert kernel["main_loop_bundles"] <= 765
+    assert kernel["spill_stores"] == 0

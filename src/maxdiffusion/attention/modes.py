@@ -17,6 +17,7 @@ from maxdiffusion.attention.exchanges.choice import (
 )
 from maxdiffusion.attention.on_device.cudnn import CudnnKernel
 from maxdiffusion.attention.on_device.flash import FixedMFlashKernel, FlashKernel
+from maxdiffusion.attention.on_device.fp8 import Fp8FlashKernel
 from maxdiffusion.attention.on_device.kernel import DeviceKernel
 from maxdiffusion.attention.on_device.reference import DenseKernel
 from maxdiffusion.attention.on_device.splash import JaxSplashKernel, TokamaxKernel
@@ -66,6 +67,7 @@ MODES: Mapping[str, Mode] = {
     "ulysses_ring": _row(ulysses_ring, TokamaxKernel, gives_way=True),
     "ulysses_ring_custom": _row(ulysses_ring, FlashKernel),
     "ulysses_ring_custom_bidir": _row(ulysses_line, FlashKernel),
+    "ulysses_ring_custom_fp8": _row(ulysses_ring, Fp8FlashKernel, cross=FlashKernel),
     "ulysses_ring_custom_fixed_m": _row(ulysses_ring, FixedMFlashKernel, cross=FlashKernel),
 }
 ATTENTION_NAMES = tuple(MODES)

@@ -39,6 +39,8 @@ TUNED = {
     "tpu7x": _tiles(4608, 8192, 8192, 8192),
     "v6e": _tiles(4608, 8192, 8192, 8192),
 }
+# Products in float8 take half as long, so that the start and the end of a tile weigh twice as much.
+TUNED_FP8 = {"tpu7x": _tiles(4608, 19200, 19200, 19200)}
 KEYS_AT_ONCE = 256
 # Interpreted kernels pay per grid step and per element: one tile of a few hundred is quickest.
 INTERPRETED = _tiles(256, 256, 256, 256)
@@ -65,11 +67,6 @@ def chip_of(device_kind: str) -> str:
     return CHIP_NAMES.get(device_kind.lower(), "tpu7x")
 
 
-def flash_name(*, fixed_m: bool) -> str:
-    """What rows of a search call our flash kernel."""
-    return "flash fixed-m" if fixed_m else "flash online"
-
-
 def place_of(site: KernelSite, kernel: str) -> SitePlace:
     """Where the results of a search at this site hold."""
     sizes = site.sizes
@@ -94,11 +91,11 @@ def searched_row(site: KernelSite, kernel: str) -> TunedSite | None:
     return row_at(site.options.tuned_sites, place_of(site, kernel))
 
 
-def tuned_tiles(site: KernelSite) -> Tiles:
+def tuned_tiles(site: KernelSite, *, fp8: bool = False) -> Tiles:
     """The table's tiles for our flash kernel at `site`, evened out."""
     if site.interpret:
         return INTERPRETED
-    most = TUNED.get(CHIP_NAMES.get(site.device_kind.lower(), ""))
+    most = (TUNED_FP8 if fp8 else TUNED).get(CHIP_NAMES.get(site.device_kind.lower(), ""))
     if most is None:
         return CAUTIOUS
     keys = even_block(most.block_kv, site.sizes.kv_len)
@@ -110,18 +107,18 @@ def tuned_tiles(site: KernelSite) -> Tiles:
     )
 
 
-def flash_blocks(site: KernelSite, *, fixed_m: bool) -> "FlashBlocks":
+def flash_blocks(site: KernelSite, kernel: str, *, fp8: bool = False) -> "FlashBlocks":
     """Tiles of our flash kernel: given sizes first, the rest tuned and made to fit them.
 
     With none given, what a search found for this site stands before the table.
     """
     from maxdiffusion.kernels.flash import FlashBlocks
 
-    found = searched_row(site, flash_name(fixed_m=fixed_m))
+    found = searched_row(site, kernel)
     if found is not None:
         return FlashBlocks(**dict(found.sizes)).fit(site.sizes.q_len, site.sizes.kv_len)
     given = site.options.block_sizes
-    tuned = tuned_tiles(site)
+    tuned = tuned_tiles(site, fp8=fp8)
     block_kv = given.block_kv or tuned.block_kv
     compute = given.block_kv_compute or fitting(tuned.block_kv_compute, block_kv)
     inner = given.block_kv_compute_in or fitting(tuned.block_kv_compute_in, compute)

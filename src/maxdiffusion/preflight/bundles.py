@@ -98,15 +98,16 @@ class KernelCode:
     def ragged_cycles(self, chip: Chip) -> int:
         """Cycles for as many products as one pass of the main loop has, where keys are cut off.
 
-        A kernel has a shorter loop for its last keys beside the main one, or does them in a deeper
-        loop, or in its main loop.
+        A kernel has a loop for its last keys beside the main one, a shorter one unless they are as
+        many, or does them in a deeper loop, or in its main loop.
         """
         main = self.main_loop
-        beside = [
+        others = [
             region
             for region in self.regions
-            if region.depth == main.depth > GRID_DEPTH and 0 < region.matmuls < main.matmuls
+            if region.depth == main.depth > GRID_DEPTH and region.matmuls and region is not main
         ]
+        beside = [region for region in others if region.matmuls < main.matmuls] or others
         deeper = [region for region in self.regions if region.depth > main.depth and region.matmuls]
         loops = beside or deeper or [main]
         loop = min(loops, key=lambda region: (-region.matmuls, region.bundles))

@@ -8,7 +8,7 @@ from maxdiffusion.attention.on_device.flash import FlashKernel
 from maxdiffusion.attention.on_device.kernel import DeviceKernel
 from maxdiffusion.attention.on_device.splash import JaxSplashKernel, TokamaxKernel
 from maxdiffusion.attention.options import LANES
-from maxdiffusion.attention.tuned_blocks import SPLASH_FORWARD, flash_name
+from maxdiffusion.attention.tuned_blocks import SPLASH_FORWARD
 from maxdiffusion.attention.tuned_sites import SEARCHED
 
 QUERIES = (128, 256, 512, 1024, 2048, 4096, 6144, 8192)
@@ -40,7 +40,7 @@ def candidates(plan: AttentionPlan, mode: str) -> list[Sizes]:
 def kernel_name(kernel: DeviceKernel) -> str:
     """What the rows of a search call a kernel."""
     if isinstance(kernel, FlashKernel):
-        return flash_name(fixed_m=kernel.softmax != "online")
+        return kernel.search_name
     return kernel.title
 
 

@@ -17,6 +17,7 @@ from maxdiffusion.kernels.flash import (
     FlashShape,
     KernelPlan,
     Online,
+    Product,
     plan_kernel,
 )
 
@@ -61,7 +62,8 @@ def _figure(row: dict[str, str]) -> Figure:
     compute = int(row["block_q_compute"]) if row["block_q_compute"] else None
     blocks = FlashBlocks(**{name: int(row[name]) for name in BLOCKS}, block_q_compute=compute)
     softmax = FixedM() if row["softmax"] == "fixed-m" else Online()
-    options = FlashOptions(softmax=softmax, chip=row["chip"])
+    product = Product.FP8 if row["softmax"] == "online, fp8" else Product.NATIVE
+    options = FlashOptions(softmax=softmax, product=product, chip=row["chip"])
     kinds = {kind: kind in row["kinds"].split() for kind in KINDS}
     plan = plan_kernel(shape, blocks, options, **kinds)
     return Figure(chip=row["chip"], plan=plan, mib=float(row["mib"]))
@@ -84,15 +86,20 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
     def array(*sizes: int, dtype: Any = shape.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=where)
 
-    def call(q: Any, k: Any, v: Any, lengths: Any, mask: Any, bounds: Any, before: Any) -> Any:
-        return run(plan, kernel_inputs(plan, (q, k, v), lengths, mask, bounds, before))
+    def call(qkv: Any, *others: Any) -> Any:
+        return run(plan, kernel_inputs(plan, qkv, *others))
 
     keys = array(shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
+    rows = -(-shape.kv_len // 32) * 32 // plan.keys_per_row
+    words = array(shape.batch, rows, shape.kv_heads, plan.product_depth, dtype="int32")
     per_head = (shape.batch, shape.heads)
     per_query = (shape.batch, shape.q_len, shape.heads)
     arguments = (
-        array(shape.batch, shape.q_len, shape.heads, shape.head_dim),
-        *(keys, keys),
+        (
+            array(shape.batch, shape.q_len, shape.heads, shape.head_dim),
+            words if plan.fp8 else keys,
+            keys,
+        ),
         array(shape.batch, dtype="int32") if plan.lengths else None,
         array(shape.batch, shape.kv_len, dtype="bool") if plan.masked else None,
         FixedMBounds(array(*per_head, dtype="float32"), array(*per_head, dtype="bool"))
@@ -104,6 +111,7 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
         )
         if plan.carried
         else None,
+        array(shape.batch, shape.kv_heads, dtype="float32") if plan.fp8 else None,
     )
     with jax.set_mesh(mesh):
         lines = jax.jit(call).lower(*arguments).compile().as_text().splitlines()

@@ -28,6 +28,7 @@ class FlashKernel(DeviceKernel):
     """Our Pallas kernel with the running maximum; forward only."""
 
     title = "our flash kernel"
+    search_name = "flash online"
 
     def softmax_option(self) -> "Softmax":
         """How the kernel stabilises its softmax."""
@@ -54,6 +55,10 @@ class FlashKernel(DeviceKernel):
     def blocks(self) -> "FlashBlocks":
         """The tile sizes: the user's, completed from the tuned table."""
         return _largest_that_fits(self)
+
+    def wished_blocks(self) -> "FlashBlocks":
+        """The same, whether or not they fit the chip."""
+        return flash_blocks(self.site, self.search_name)
 
     def limits(self) -> Sequence[Problem]:
         """Why this kernel cannot run at its site."""
@@ -185,7 +190,7 @@ def _largest_that_fits(kernel: FlashKernel) -> "FlashBlocks":
     """The tuned tiles, with block_q halved until the call fits the chip; the user's as they are."""
     from maxdiffusion.kernels.flash import UnsupportedFlash
 
-    blocks = flash_blocks(kernel.site, fixed_m=kernel.softmax != "online")
+    blocks = kernel.wished_blocks()
     if kernel.site.options.block_sizes.block_q is not None:
         return blocks
     while blocks.block_q > LANES:
@@ -203,6 +208,7 @@ class FixedMFlashKernel(FlashKernel):
     """Our Pallas kernel with a bound in place of the running maximum, where a head allows it."""
 
     softmax = "fixed-m"
+    search_name = "flash fixed-m"
 
     def softmax_option(self) -> "Softmax":
         """How the kernel stabilises its softmax."""

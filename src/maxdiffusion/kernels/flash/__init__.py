@@ -4,6 +4,8 @@ blocks   FlashBlocks: tile sizes and their rules     options    FlashOptions: so
 shape    FlashShape: sizes of a call                 checks     plan_kernel: refuse or plan
 vmem     VMEM need by arithmetic                     fixed_m    bound, gate, key smoothing
 inputs   layouts, key lengths and masks              call       the pallas_call
+fp8      Q.K^T in float8 (lossy)                      fp8_keys   keys in two float8 pieces
+coarse   exponentials that suffice for it
 body     what one grid step does                     reference  the same in dense float32
 """
 
@@ -21,12 +23,15 @@ from maxdiffusion.kernels.flash.fixed_m import (
     measure_norms,
     smooth_keys,
 )
+from maxdiffusion.kernels.flash.fp8 import KeyRange, key_range
+from maxdiffusion.kernels.flash.fp8_keys import Fp8Keys, fp8_keys, split_keys
 from maxdiffusion.kernels.flash.options import (
     Exponent,
     FixedM,
     FlashOptions,
     Gate,
     Online,
+    Product,
     Scheduler,
 )
 from maxdiffusion.kernels.flash.partials import Partials
@@ -42,22 +47,28 @@ __all__ = [
     "FlashBlocks",
     "FlashOptions",
     "FlashShape",
+    "Fp8Keys",
     "Gate",
     "KernelPlan",
+    "KeyRange",
     "KeyTotal",
     "Keys",
     "Online",
     "Partials",
+    "Product",
     "Scheduler",
     "UnsupportedFlash",
     "fixed_m_bounds",
     "flash_attention",
     "flash_attention_partials",
+    "fp8_keys",
     "gate_heads",
+    "key_range",
     "key_total",
     "measure_norms",
     "plan_kernel",
     "reference_attention",
     "reference_partials",
     "smooth_keys",
+    "split_keys",
 ]

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from maxdiffusion.kernels.flash.blocks import LANES
 from maxdiffusion.kernels.flash.careful import careful
 from maxdiffusion.kernels.flash.fixed_m import CEILING_BITS
+from maxdiffusion.kernels.flash.fp8 import fp8_queries
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.flash.quick import quick, rose_too_far, take_back
 from maxdiffusion.kernels.flash.step import NO_SCORE, Maximum, Refs, Step
@@ -55,7 +56,12 @@ def _start_queries(step: Step, head: int) -> None:
         # The last block ends past the array; what lies there is arbitrary bits.
         row = step.q_block * plan.blocks.block_q + lax.broadcasted_iota(jnp.int32, (len(q), 1), 0)
         q = jnp.where(row < plan.shape.q_len, q, 0.0)
-    step.refs.qt[head] = (q * plan.score_scale).T.astype(plan.dtype)
+    qt = (q * plan.score_scale).T
+    if plan.fp8:
+        step.refs.qt[head], scale = fp8_queries(qt)
+        step.refs.q_scale[head] = scale * step.key_scale(head)
+    else:
+        step.refs.qt[head] = qt.astype(plan.dtype)
 
 
 def _start_state(step: Step, head: int) -> None:

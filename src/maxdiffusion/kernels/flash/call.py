@@ -23,6 +23,7 @@ class KernelInputs(NamedTuple):
     full: Array | None
     key_norm: Array | None
     fixed: Array | None
+    key_scale: Array | None
     q: Array
     k: Array
     v: Array
@@ -32,12 +33,12 @@ class KernelInputs(NamedTuple):
     @property
     def scalars(self) -> list[Array]:
         """Returns what is prefetched into scalar memory."""
-        return [x for x in self[:4] if x is not None]
+        return [x for x in self[:5] if x is not None]
 
     @property
     def blocks(self) -> list[Array]:
         """Returns what is fetched block by block."""
-        return [*(x for x in self[4:8] if x is not None), *(self.before or ())]
+        return [*(x for x in self[5:9] if x is not None), *(self.before or ())]
 
 
 def run(plan: KernelPlan, inputs: KernelInputs) -> list[Array]:
@@ -71,6 +72,7 @@ def _kernel(plan: KernelPlan, *refs: Any) -> None:
             full=next(left) if plan.masked else None,
             key_norm=next(left) if plan.fixed_m else None,
             fixed=next(left) if plan.fixed_m else None,
+            key_scale=next(left) if plan.fp8 else None,
             q=next(left),
             k=next(left),
             v=next(left),
@@ -80,6 +82,7 @@ def _kernel(plan: KernelPlan, *refs: Any) -> None:
             out_m=next(left) if plan.partials else None,
             out_l=next(left) if plan.partials else None,
             qt=next(left),
+            q_scale=next(left) if plan.fp8 else None,
             state=State(o=next(left), l=next(left), used=next(left), top=next(left)),
             saved=State(o=next(left), l=next(left), used=next(left), top=None),
         ),
@@ -109,8 +112,8 @@ def _kv_index(plan: KernelPlan, b: Array, n: Array, j: Array, limits: Any) -> tu
     return tile, jnp.minimum(j, last)
 
 
-def _kv_spec(plan: KernelPlan) -> pl.BlockSpec:
-    heads, rows, width = plan.kv_heads_per_tile, plan.blocks.block_kv, plan.shape.head_dim
+def _kv_spec(plan: KernelPlan, rows: int, width: int) -> pl.BlockSpec:
+    heads = plan.kv_heads_per_tile
 
     def folded(b: Array, n: Array, i: Array, j: Array, limits: Any, *_: Any) -> tuple:
         tile, block = _kv_index(plan, b, n, j, limits)
@@ -126,7 +129,9 @@ def _kv_spec(plan: KernelPlan) -> pl.BlockSpec:
 
 
 def _in_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
-    specs = [_q_spec(plan), _kv_spec(plan), _kv_spec(plan)]
+    rows = plan.blocks.block_kv
+    keys = _kv_spec(plan, rows // plan.keys_per_row, plan.product_depth)
+    specs = [_q_spec(plan), keys, _kv_spec(plan, rows, plan.shape.head_dim)]
     if plan.masked:
 
         def mask_index(b: Array, n: Array, i: Array, j: Array, limits: Any, *_: Any) -> tuple:
@@ -168,7 +173,9 @@ def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeSt
 def _scratch(plan: KernelPlan) -> list[Any]:
     heads, width, rows = plan.blocks.heads_per_tile, plan.shape.head_dim, plan.blocks.block_q
     per_query = [pltpu.VMEM((heads, r, rows), jnp.float32) for r in (width, SUBLANES, 1)]
-    return [pltpu.VMEM((heads, width, rows), plan.dtype), *per_query, per_query[-1], *per_query]
+    queries = [pltpu.VMEM((heads, plan.product_depth, rows), plan.product_dtype)]
+    queries += [per_query[-1]] * plan.fp8
+    return [*queries, *per_query, per_query[-1], *per_query]
 
 
 def _compiler_params(plan: KernelPlan) -> pltpu.CompilerParams:
@@ -194,6 +201,7 @@ def _cost(plan: KernelPlan) -> pl.CostEstimate:
 
 def _name(plan: KernelPlan) -> str:
     kind = "fixed_m" if plan.fixed_m else "online"
+    kind += "_fp8" if plan.fp8 else ""
     blocks = f"{plan.blocks.block_q}_{plan.blocks.block_kv}"
     ends = ("_partials" if plan.partials else "") + ("_carried" if plan.carried else "")
     return f"flash_{kind}_{blocks}{ends}"

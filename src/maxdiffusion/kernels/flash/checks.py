@@ -2,7 +2,8 @@
 
 from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
 from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS
-from maxdiffusion.kernels.flash.options import FixedM, FlashOptions
+from maxdiffusion.kernels.flash.fp8 import CHIPS as FP8_CHIPS
+from maxdiffusion.kernels.flash.options import FixedM, FlashOptions, Product
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.flash.shape import FlashShape, shape_problems
 from maxdiffusion.kernels.flash.vmem import vmem_problems
@@ -42,6 +43,24 @@ def plan_kernel(
 
 
 def _option_problems(shape: FlashShape, options: FlashOptions) -> list[Problem]:
+    if options.product is Product.FP8 and options.chip not in FP8_CHIPS and not options.interpret:
+        return [
+            Problem(
+                name="chip",
+                value=options.chip,
+                rule=f"multiplies float8 no faster than bfloat16; {', '.join(FP8_CHIPS)} does",
+                remedy="Use Product.NATIVE, by a name without fp8",
+            )
+        ]
+    if options.product is Product.FP8 and isinstance(options.softmax, FixedM):
+        return [
+            Problem(
+                name="product",
+                value=options.product,
+                rule="goes with online softmax: norms of rounded queries are no bound",
+                remedy="Use Online(), or Product.NATIVE",
+            )
+        ]
     if isinstance(options.softmax, FixedM) and shape.kv_len > 2**KEYS_BITS:
         return [
             Problem(

@@ -27,6 +27,7 @@ def kernel_inputs(
     kv_mask: Bool[Array, "B T"] | None,
     bounds: FixedMBounds | None,
     before: Partials | None = None,
+    key_scale: Float[Array, "B K"] | None = None,
 ) -> KernelInputs:
     """Returns the arrays of one kernel call in the plan's layout."""
     batch, keys = plan.shape.batch, plan.shape.kv_len
@@ -48,7 +49,7 @@ def kernel_inputs(
     if before is not None:
         m, l = (x.transpose(0, 2, 1)[:, :, None] for x in (before.m, before.l))  # noqa: E741
         sums = (to_kernel(plan, before.o), m, l)
-    return KernelInputs(limits, full, key_norm, fixed, q, k, v, mask, sums)
+    return KernelInputs(limits, full, key_norm, fixed, key_scale, q, k, v, mask, sums)
 
 
 def _mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, "B"]:

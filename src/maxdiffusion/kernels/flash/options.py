@@ -44,6 +44,13 @@ class Gate(enum.Enum):
     FORCED = "forced"
 
 
+class Product(enum.Enum):
+    """What Q.K^T multiplies: q and k as they are, or (lossy) as float8, see `fp8`."""
+
+    NATIVE = "as given"
+    FP8 = "fp8"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Online:
     """Softmax against the running maximum: exact for every head."""
@@ -71,5 +78,6 @@ class FlashOptions:
     softmax: Softmax = Online()
     exponent: Exponent = Exponent.BASE_2
     scheduler: Scheduler = Scheduler.DEFAULT
+    product: Product = Product.NATIVE
     interpret: bool | pltpu.InterpretParams = False
     chip: str = "tpu7x"

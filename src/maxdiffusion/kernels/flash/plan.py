@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from maxdiffusion.kernels.flash.blocks import LANES, FlashBlocks
-from maxdiffusion.kernels.flash.options import FixedM, FlashOptions
+from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_WORD, PIECES
+from maxdiffusion.kernels.flash.options import FixedM, FlashOptions, Product
 from maxdiffusion.kernels.flash.shape import FlashShape
 
 
@@ -73,6 +74,26 @@ class KernelPlan:
     def dtype(self) -> jnp.dtype:
         """Type of q, k, v and of the probabilities that multiply v."""
         return jnp.dtype(self.shape.dtype)
+
+    @property
+    def fp8(self) -> bool:
+        """Whether Q.K^T multiplies float8 pieces."""
+        return self.options.product is Product.FP8
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Type of the keys and of the transposed queries."""
+        return jnp.dtype(FP8) if self.fp8 else self.dtype
+
+    @property
+    def product_depth(self) -> int:
+        """How many numbers of a key meet as many of a query in a score."""
+        return self.shape.head_dim * (PIECES if self.fp8 else 1)
+
+    @property
+    def keys_per_row(self) -> int:
+        """Keys in a row of the array of keys: float8 ones come packed into words."""
+        return KEYS_PER_WORD if self.fp8 else 1
 
     @property
     def score_scale(self) -> float:

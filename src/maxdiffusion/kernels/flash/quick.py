@@ -14,7 +14,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from maxdiffusion.kernels.flash.blocks import LANES, round_up
-from maxdiffusion.kernels.flash.step import Maximum, Step, fold
+from maxdiffusion.kernels.flash.coarse import coarse
+from maxdiffusion.kernels.flash.step import Maximum, Step, Weights, fold
 
 HEADROOM_BITS = 24
 """How far a block may rise above the reference: p <= 2**24 leaves 2**80 for the sum and for v."""
@@ -43,8 +44,8 @@ def _queries(step: Step, tile: _Tile, maximum: Maximum) -> None:
     sums: list[Array] = []
     for row in range(0, padded, compute):
         rows = pl.ds(row, min(compute, padded - row))
-        scores = step.scores(tile.head, rows, tile.columns)
-        sums = _accumulate(step, sums, scores, row, tile, maximum)
+        products = step.products(tile.head, rows, tile.columns)
+        sums = _accumulate(step, sums, products, row, tile, maximum)
     _commit(step, sums, tile, maximum)
 
 
@@ -52,7 +53,6 @@ def _accumulate(
     step: Step, sums: list[Array], scores: Array, start: int, tile: _Tile, maximum: Maximum
 ) -> list[Array]:
     """Returns o, l (and the maximum) of the block so far, these scores (from `start`) included."""
-    reference = step.refs.state.top[tile.head, :, tile.columns]
     inner = step.plan.blocks.block_kv_compute_in
     end, sure = _ends(step, tile)
     for row in range(0, len(scores), inner):
@@ -60,12 +60,18 @@ def _accumulate(
         v = step.values(tile.head, pl.ds(start + row, len(s)))
         if start + row + len(s) > sure:
             s, v = _hide(s, v, end - start - row, max(0, sure - start - row))
-        p = step.power(s - reference)
-        part = [step.weigh(v, p), fold(p, jnp.sum)]
+        weights = (coarse if step.plan.fp8 else _exact)(step, s, tile.head, tile.columns)
+        part = [step.weigh(v, weights.p), weights.total]
         if maximum is Maximum.RUNNING:
-            part.append(fold(s, jnp.max))
+            part.append(weights.largest)
         sums = _join(sums, part)
     return sums
+
+
+def _exact(step: Step, s: Array, head: int, columns: Any) -> Weights:
+    """Returns exponentials in float32."""
+    p = step.power(s - step.refs.state.top[head, :, columns])
+    return Weights(p=p, total=fold(p, jnp.sum), largest=fold(s, jnp.max))
 
 
 def _ends(step: Step, tile: _Tile) -> tuple[Array | int, int]:

@@ -39,6 +39,8 @@ CAREFUL = {
         (0.54, 1.04, 1.44, 1.71),
     ),
 }
+FP8_QUERIES = 256
+"""Queries whose products in float8 come one by one as fast as their exponentials are made."""
 EVEN = 512
 """Queries that two MXUs share evenly; the schedule of other widths is another one."""
 # float32 matmuls keep the parts that they split their operands into, and widths differ: bytes per
@@ -70,6 +72,8 @@ def _quick(plan: KernelPlan) -> float:
     loop of one turn is no loop to the compiler, which then schedules both tiles as one.
     """
     blocks = plan.blocks
+    if plan.fp8 and blocks.q_tile <= FP8_QUERIES:
+        return 0.0
     turns, rest = divmod(blocks.block_q, blocks.q_tile)
     parts = [_tile(plan, queries) for queries in (blocks.q_tile, rest) if queries]
     if turns > 1:

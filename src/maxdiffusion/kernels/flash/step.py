@@ -3,13 +3,15 @@
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from maxdiffusion.kernels.flash.blocks import LANES
+from maxdiffusion.kernels.flash.fp8 import KEYS_PER_WORD
 from maxdiffusion.kernels.flash.plan import KernelPlan
 
 SUBLANES = 8
@@ -51,6 +53,7 @@ class Refs:
     full: Any  # [B, kv_blocks] 1 where a mask hides nothing; None without a mask
     key_norm: Any  # [B, N] largest key norm; None when online
     fixed: Any  # [B, N] 1 where the head uses a fixed bound; None when online
+    key_scale: Any  # [B, K] of float8 keys; None otherwise
     q: Any
     k: Any
     v: Any
@@ -59,9 +62,18 @@ class Refs:
     out: Any
     out_m: Any  # None unless partials are returned
     out_l: Any
-    qt: Any  # [heads, H, block_q] scaled, transposed queries
+    qt: Any  # [heads, depth, block_q] scaled, transposed queries
+    q_scale: Any  # [heads, 1, block_q] what their scores are multiplied by; None without float8
     state: State
     saved: State  # as it was before the last quick block; `top` is not kept, it is the new `used`
+
+
+class Weights(NamedTuple):
+    """Exponentials of a tile of scores against the reference of its queries."""
+
+    p: Array  # [keys, queries]
+    total: Array  # [8, queries] to be added up
+    largest: Array  # [8, queries] the largest scores, to be compared
 
 
 class Step:
@@ -119,17 +131,28 @@ class Step:
         """Returns the largest key norm of head `head` of the tile."""
         return self.refs.key_norm[self.batch, self._head(head)]
 
+    def key_scale(self, head: int) -> Array:
+        """Returns the scale of the float8 keys that head `head` of the tile attends to."""
+        return self.refs.key_scale[self.batch, self._head(head) // self.plan.shape.group]
+
     def _head(self, head: int) -> Array:
         return self.tile * self.plan.blocks.heads_per_tile + head
 
     def of_head(self, ref: Any, head: int) -> Any:
-        """Returns the [rows, H] view of one head in a block of q, k, v or out."""
-        width = self.plan.shape.head_dim
+        """Returns the [rows, H] view of one head in a block of q, v or out."""
+        return self._columns(ref, head, self.plan.shape.head_dim)
+
+    def _columns(self, ref: Any, head: int, width: int) -> Any:
         return ref.at[:, head * width : (head + 1) * width] if self.plan.folded else ref.at[head]
 
     def keys(self, head: int, rows: Any) -> Array:
-        """Returns the keys that query head `head` attends to, [rows, H]."""
-        return self.of_head(self.refs.k, self.plan.kv_head(head))[rows]
+        """Returns the keys that query head `head` attends to, [rows, depth]."""
+        keys = self._columns(self.refs.k, self.plan.kv_head(head), self.plan.product_depth)
+        if not self.plan.fp8:
+            return keys[rows]
+        start = pl.multiple_of(rows.start // KEYS_PER_WORD, LANES // KEYS_PER_WORD)
+        words = pl.ds(start, rows.size // KEYS_PER_WORD)
+        return pltpu.bitcast(keys[words], self.plan.product_dtype)
 
     def values(self, head: int, rows: Any) -> Array:
         """Returns the values that query head `head` attends to, [rows, H]."""
@@ -137,6 +160,11 @@ class Step:
 
     def scores(self, head: int, rows: Any, columns: Any) -> Array:
         """Returns transposed scores [keys, queries], in units of the exponent."""
+        s = self.products(head, rows, columns)
+        return s * self.refs.q_scale[head, :, columns] if self.plan.fp8 else s
+
+    def products(self, head: int, rows: Any, columns: Any) -> Array:
+        """Returns scores that are still to be multiplied by the scale of float8 queries."""
         return _dot(self.keys(head, rows), self.refs.qt[head, :, columns], (1, 0))
 
     def weigh(self, values: Array, p: Array) -> Array:

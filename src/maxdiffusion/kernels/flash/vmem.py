@@ -23,18 +23,20 @@ def block_bytes(plan: KernelPlan) -> int:
     heads, kv_heads = plan.blocks.heads_per_tile, plan.kv_heads_per_tile
     width = round_up(plan.shape.head_dim, LANES) * plan.shape.itemsize
     queries, keys = plan.blocks.block_q * heads * width, plan.blocks.block_kv * kv_heads * width
+    depth = round_up(plan.product_depth, LANES) * plan.product_dtype.itemsize
+    products = plan.blocks.block_kv * kv_heads * depth
     sums = plan.blocks.block_q * heads * (round_up(plan.shape.head_dim, LANES) + 2) * 4
     out = sums if plan.partials else queries
     carried = sums if plan.carried else 0
     mask = plan.blocks.block_kv * 4 if plan.masked else 0
-    return 2 * (queries + 2 * keys + out + carried + mask)
+    return 2 * (queries + products + keys + out + carried + mask)
 
 
 def scratch_bytes(plan: KernelPlan) -> int:
     """Returns the bytes of the scaled queries and of the state, kept once and saved once."""
     head_dim = plan.shape.head_dim
-    state = 2 * head_dim + 2 * SUBLANES + 3
-    per_query = head_dim * plan.shape.itemsize + state * 4
+    state = 2 * head_dim + 2 * SUBLANES + 3 + plan.fp8
+    per_query = plan.product_depth * plan.product_dtype.itemsize + state * 4
     return plan.blocks.heads_per_tile * plan.blocks.block_q * per_query
 
 
