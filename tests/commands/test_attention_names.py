@@ -23,7 +23,11 @@ from maxdiffusion.runtime.video import read_video
 TOLERANCE = 5e-5
 GPU_ONLY = "cudnn_flash_te"
 COUNTING = "ulysses_ring_custom_fixed_m"
+LOSSY = "ulysses_ring_custom_fp8"
 NAMES = [name for name in ATTENTION_NAMES if name != GPU_ONLY]
+# Queries in float8 move an attention by 2**-4 / sqrt(3) of itself (scores of about unit variance);
+# guidance of 4 adds up four predictions and takes three away.
+LOST = 7 * 2.0**-4 / 3**0.5
 PROMPT = "a red circle moves right on a black background"
 NEGATIVE = "a blue square"
 # 18 tokens, which 4 devices do not divide; both experts take a step.
@@ -97,7 +101,12 @@ def test_a_name_changes_nothing_but_the_work(
     )
     said = capsys.readouterr()
     assert code == 0, said.err
-    np.testing.assert_allclose(*latents, alone, rtol=0, atol=TOLERANCE)
+    apart = np.linalg.norm(latents[0] - alone) / np.linalg.norm(alone)
+    if attention == LOSSY:
+        assert 1e-4 < apart < LOST
+        assert "lossy: Q.K^T in fp8" in said.out
+    else:
+        np.testing.assert_allclose(*latents, alone, rtol=0, atol=TOLERANCE)
     frames, _ = read_video(tmp_path / "wan_output_5_0.mp4")
     assert frames.shape == (9, 48, 32, 3)
     assert frames.std() > 1
