@@ -52,6 +52,15 @@ def test_of_two_bodies_the_shorter_is_the_main_loop():
     assert code.main_loop.start == 4
 
 
+def test_last_keys_that_are_as_many_have_a_loop_as_long():
+    body = ["vmatmul.mubr.bf16.gmra.mrb"] * 2
+    lines = [*body, "sbr.rel", *body, *["vadd"] * 10, "sbr.rel"]
+    text = [f" {address:#x}   : >> {{ {words} }}" for address, words in enumerate(lines)]
+    code = read_code("tied", [line.replace("0x0", "0", 1) for line in text])
+    assert code.main_loop.cycles(TPU7X) == 8
+    assert code.ragged_cycles(TPU7X) == code.regions[1].bundles == 13
+
+
 def test_a_dump_without_bundles_is_refused():
     with pytest.raises(ValueError, match="kernel nothing: its dump holds no bundles"):
         read_code("nothing", ["= control target key start"])

@@ -161,6 +161,15 @@ def test_a_worse_kernel_costs_its_share():
     )
 
 
+def test_float8_is_estimated_by_what_it_compiles_to(monkeypatch):
+    exact = choose(task("tpu7x:2x2x1"), data=2, context=4)
+    monkeypatch.setattr(planner, "NAMES", ("ulysses_ring_custom_fp8",))
+    lossy = choose(task("tpu7x:2x2x1"), data=2, context=4)
+    assert lossy.shape == exact.shape
+    # 1.138 s of kernels where bfloat16 has 1.568 s, docs/performance.md.
+    assert lossy.estimate.kernels / exact.estimate.kernels == pytest.approx(1.138 / 1.568, rel=0.01)
+
+
 def test_the_explanation_names_the_runner_up():
     words = explain(choices(task("tpu7x:2x2x1"), data=2, context=4))
     assert words.startswith("attention auto: ulysses_ring_custom with ulysses 2 x ring 2 and ")
