@@ -14,6 +14,7 @@ from maxdiffusion.kernels.flash import (
     FlashOptions,
     Product,
     UnsupportedFlash,
+    flash_attention_partials,
     fp8_keys,
     plan_kernel,
     reference_attention,
@@ -106,6 +107,13 @@ def test_chips_without_float8_and_fixed_m_refuse() -> None:
         plan_kernel(shape, small_blocks(), replace(options, chip="v6e"))
     with pytest.raises(UnsupportedFlash, match=r"product=.*goes with online softmax"):
         plan_kernel(shape, small_blocks(), replace(options, softmax=FixedM()))
+
+
+def test_partials_without_a_common_scale_are_refused() -> None:
+    case = Case(options=OPTIONS)
+    q, k, v = case.arrays()
+    with pytest.raises(UnsupportedFlash, match=r"key_scale=None: must be given for partials"):
+        flash_attention_partials(q, k, v, blocks=case.blocks, options=OPTIONS)
 
 
 # Relative L2 error of the output in bfloat16 against float32, over 2048 tokens; docs/attention.md.

@@ -39,6 +39,8 @@ def flash_attention(
     _refuse_stray_bounds(options, bounds)
     if before is not None:
         _refuse_missing_bounds(options, bounds)
+        _refuse_missing_scale(options, key_scale)
+    _refuse_missing_scale(options, key_scale)
     selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
     selection["carried"] = before is not None
     shape = FlashShape.of(q, v if options.product is Product.FP8 else k, v)
@@ -77,6 +79,7 @@ def flash_attention_partials(
     """
     _refuse_stray_bounds(options, bounds)
     _refuse_missing_bounds(options, bounds)
+    _refuse_missing_scale(options, key_scale)
     selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
     selection["carried"] = before is not None
     shape = FlashShape.of(q, v if options.product is Product.FP8 else k, v)
@@ -104,5 +107,16 @@ def _refuse_missing_bounds(options: FlashOptions, bounds: FixedMBounds | None) -
             value=None,
             rule="must be given for fixed-m partials: all calls that are merged share them",
             remedy="Take them from fixed_m_bounds, or from measure_norms and gate_heads on a ring",
+        )
+        raise UnsupportedFlash([problem])
+
+
+def _refuse_missing_scale(options: FlashOptions, key_scale: Array | None) -> None:
+    if key_scale is None and options.product is Product.FP8:
+        problem = Problem(
+            name="key_scale",
+            value=None,
+            rule="must be given for partials in float8: all calls that are merged share it",
+            remedy="Take keys and scale from split_keys",
         )
         raise UnsupportedFlash([problem])
