@@ -40,7 +40,6 @@ def flash_attention(
     if before is not None:
         _refuse_missing_bounds(options, bounds)
         _refuse_missing_scale(options, key_scale)
-    _refuse_missing_scale(options, key_scale)
     selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
     selection["carried"] = before is not None
     shape = FlashShape.of(q, v if options.product is Product.FP8 else k, v)
