@@ -19,8 +19,7 @@ from maxdiffusion.kernels.flash import (
     plan_kernel,
     reference_attention,
 )
-from maxdiffusion.kernels.flash.fp8 import fp8_queries, inverse, power_of_two, two_pieces
-from maxdiffusion.kernels.flash.fp8_keys import from_words
+from maxdiffusion.kernels.flash.fp8 import FP8, fp8_queries, inverse, power_of_two, two_pieces
 from maxdiffusion.kernels.flash.inputs import attended_keys
 from maxdiffusion.kernels.flash.shape import FlashShape
 
@@ -34,6 +33,12 @@ CASES = {
         batch=2, head_dim=32, masked=True, blocks=small_blocks(2), options=OPTIONS
     ),
 }
+
+
+def from_words(words: jax.Array) -> jax.Array:
+    """Returns the pieces of every key, and of those that fill them up."""
+    fours = jnp.moveaxis(jax.lax.bitcast_convert_type(words, FP8), -1, 2)
+    return fours.reshape(len(words), -1, *words.shape[2:])
 
 
 def as_multiplied(case: Case, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:

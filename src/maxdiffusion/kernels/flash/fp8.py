@@ -20,14 +20,12 @@ from jaxtyping import Bool, Float
 
 FP8 = jnp.float8_e4m3fn
 PIECES = 2
+KEYS_PER_WORD = 4
 LARGEST = 448.0
 CHIPS = ("tpu7x",)
 """Chips whose MXUs multiply float8 faster than bfloat16."""
 _LEAST = 2.0**-100
 """Keeps the scale of zeros, and its inverse, finite."""
-
-
-KEYS_PER_WORD = 4
 
 
 class KeyRange(NamedTuple):

@@ -18,7 +18,6 @@ from jaxtyping import Bool, Float, Int32
 from maxdiffusion.kernels.flash.blocks import LANES, round_up
 from maxdiffusion.kernels.flash.fixed_m import key_total
 from maxdiffusion.kernels.flash.fp8 import (
-    FP8,
     KEYS_PER_WORD,
     PIECES,
     inverse,
@@ -30,6 +29,8 @@ ROWS_AT_ONCE = 32
 """Keys that are worked on together: one register of float8."""
 BLOCK_BYTES = 2 * 2**20
 """What one block may hold; it is there four times, coming and going, twice each."""
+OPERATIONS = 10
+"""Slots of vector units that the machine code takes for an element, of four in a cycle."""
 
 
 class Fp8Keys(NamedTuple):
@@ -78,12 +79,6 @@ def in_words(pieces: Float[Array, "B T K 2*H"]) -> Int32[Array, "B T//4 K 2*H"]:
     return lax.bitcast_convert_type(jnp.moveaxis(fours, 2, -1), jnp.int32)
 
 
-def from_words(words: Int32[Array, "B T//4 K 2*H"]) -> Float[Array, "B T K 2*H"]:
-    """Returns the pieces of every key, and of those that fill them up."""
-    fours = jnp.moveaxis(lax.bitcast_convert_type(words, FP8), -1, 2)
-    return fours.reshape(len(words), -1, *words.shape[2:])
-
-
 def _in_one_pass(k: Array, mean: Array, factor: Array, interpret: Any) -> Array:
     batch, keys, heads, width = k.shape
     size = _block_rows(keys, heads * width * k.dtype.itemsize)
@@ -113,10 +108,6 @@ def _in_one_pass(k: Array, mean: Array, factor: Array, interpret: Any) -> Array:
         name="split_keys",
     )(*inputs)
     return words.reshape(batch, rows, heads, width * PIECES)
-
-
-OPERATIONS = 10
-"""Slots of vector units that the machine code takes for an element, of four in a cycle."""
 
 
 def _block_rows(rows: int, row_bytes: int) -> int:
