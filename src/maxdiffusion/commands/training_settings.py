@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from maxdiffusion.commands.pipeline_settings import attention_options
 from maxdiffusion.config.config import Config
-from maxdiffusion.config.output_checks import disk_problems, storage_problems
+from maxdiffusion.config.output_checks import disk_problems, storage_problems, writing_problems
 from maxdiffusion.config.validation import resolve_mesh
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.mesh.devices import slice_index
@@ -44,6 +44,8 @@ def folder_problems(config: Config, *names: str) -> Iterator[Problem]:
         if not config.values[name]:
             rule, remedy = "training needs a folder of its own", f"Set {name}=FOLDER"
             yield Problem(name=name, value="", rule=rule, remedy=remedy)
+    for name in (*names, "export_dir", "output_dir"):
+        yield from writing_problems(name, config.values[name], Path(config.values[name]))
     yield from storage_problems(config, *names, "export_dir", "output_dir", "jax_cache_dir")
     yield from disk_problems(config, "metrics_file", "tensorboard_dir")
 
