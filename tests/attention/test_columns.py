@@ -26,11 +26,11 @@ NOISE = 64 * 2.0**-24
 MESH = mesh_of((1, 1, 2, 2, 1))
 
 
-def columns(seed, *, length=LENGTH, normed=True, turned=True):
+def columns(seed, *, length=LENGTH, batch=2, heads=HEADS, normed=True, turned=True):
     rng = np.random.default_rng(seed)
     angles = rng.uniform(-3, 3, (length, WIDTH // 2)).astype(np.float32)
-    draw = rng.standard_normal((2, length, HEADS * WIDTH)).astype(np.float32)
-    gain = 1 + 0.1 * rng.standard_normal(HEADS * WIDTH).astype(np.float32)
+    draw = rng.standard_normal((batch, length, heads * WIDTH)).astype(np.float32)
+    gain = 1 + 0.1 * rng.standard_normal(heads * WIDTH).astype(np.float32)
     return Columns(
         values=jnp.asarray(draw),
         gain=jnp.asarray(gain) if normed else None,

@@ -5,16 +5,20 @@ import pytest
 from attention.cases import Case, inputs_of, mesh_of, placed
 from jax.extend.core import jaxprs_in_params
 
-from maxdiffusion.attention import plan_attention
+from maxdiffusion.attention import AttentionPlan, plan_attention
 
 DEGREE = 4
 CASE = Case(label="streams", mesh=(1, 1, DEGREE, 1, 1), length=32, heads=2)
 
 
 def operations(name: str) -> list[tuple[str, dict]]:
+    """The primitives of an attention's program."""
+    return operations_of(plan_attention(name, CASE.problem, mesh_of(CASE.mesh)), CASE)
+
+
+def operations_of(plan: AttentionPlan, case: Case) -> list[tuple[str, dict]]:
     """Every primitive of a plan's program with its parameters, in order, however deep."""
-    plan = plan_attention(name, CASE.problem, mesh_of(CASE.mesh))
-    arrays = placed(plan, inputs_of(CASE), padded=True)
+    arrays = placed(plan, inputs_of(case), padded=True)
     with jax.set_mesh(plan.mesh):
         closed = jax.make_jaxpr(plan)(*arrays)
     found: list[tuple[str, dict]] = []

@@ -11,19 +11,20 @@ from maxdiffusion.attention.exchanges.choice import (
     by_xla,
     gathered,
     ulysses_line,
+    ulysses_pair_ring,
     ulysses_ring,
     whole_ring,
     whole_ulysses,
 )
+from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.on_device.cudnn import CudnnKernel
 from maxdiffusion.attention.on_device.flash import FixedMFlashKernel, FlashKernel
 from maxdiffusion.attention.on_device.fp8 import Fp8FlashKernel
 from maxdiffusion.attention.on_device.kernel import DeviceKernel
 from maxdiffusion.attention.on_device.reference import DenseKernel
 from maxdiffusion.attention.on_device.splash import JaxSplashKernel, TokamaxKernel
-from maxdiffusion.mesh.axes import MeshShape
 
-ExchangeChoice = Callable[[MeshShape, int], Exchange | ByXla]
+ExchangeChoice = Callable[[Geometry, int], Exchange | ByXla]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,9 +66,9 @@ MODES: Mapping[str, Mode] = {
         whole_ulysses, FixedMFlashKernel, cross=FlashKernel, gives_way=True
     ),
     "ulysses_ring": _row(ulysses_ring, TokamaxKernel, gives_way=True),
-    "ulysses_ring_custom": _row(ulysses_ring, FlashKernel),
+    "ulysses_ring_custom": _row(ulysses_pair_ring, FlashKernel),
     "ulysses_ring_custom_bidir": _row(ulysses_line, FlashKernel),
-    "ulysses_ring_custom_fp8": _row(ulysses_ring, Fp8FlashKernel, cross=FlashKernel),
-    "ulysses_ring_custom_fixed_m": _row(ulysses_ring, FixedMFlashKernel, cross=FlashKernel),
+    "ulysses_ring_custom_fp8": _row(ulysses_pair_ring, Fp8FlashKernel, cross=FlashKernel),
+    "ulysses_ring_custom_fixed_m": _row(ulysses_pair_ring, FixedMFlashKernel, cross=FlashKernel),
 }
 ATTENTION_NAMES = tuple(MODES)

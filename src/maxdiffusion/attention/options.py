@@ -8,6 +8,8 @@ from maxdiffusion.attention.tuned_sites import TunedSite
 
 # Scores of fewer tokens than a lane tile gain nothing from a block, and Mosaic wants whole tiles.
 LANES = 128
+# Queries that our flash kernel computes at once: others of a tile are computed for nothing.
+QUERIES_AT_ONCE = 512
 FixedMGate = Literal["measured", "forced"]
 
 

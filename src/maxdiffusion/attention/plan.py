@@ -214,10 +214,11 @@ def attend_columns(plan: AttentionPlan, q: Columns, k: Columns, v: Columns) -> A
     settings: dict[str, Any] = {"head_dim": width, "interpret": kernel.site.interpret}
     keys = GlobalKeys(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
     with jax.named_scope("rope"):
-        placed = [place_heads(part, places, **settings) for part in (q, k, v)]
-    out = exchange.of_placed(placed[0], placed[1], placed[2], keys, kernel)
+        queries = place_heads(q, places.queries, order=places.order, **settings)
+        placed = [place_heads(part, places.keys, **settings) for part in (k, v)]
+    out = exchange.of_placed(queries, placed[0], placed[1], keys, kernel)
     with jax.named_scope("exchange"):
-        return join_heads(out, places, **settings)
+        return join_heads(out, places.queries, order=places.order, **settings)
 
 
 def placement(columns: Columns, spec: PartitionSpec) -> Columns:

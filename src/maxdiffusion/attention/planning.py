@@ -38,7 +38,7 @@ def plan_attention(
     options = options or AttentionOptions()
     runs, note = _shortness(name, problem, options)
     geometry = Geometry(problem=problem, shape=mesh_shape(mesh))
-    exchange = MODES[runs].exchange(geometry.shape, options.ulysses_attention_chunks)
+    exchange = MODES[runs].exchange(geometry, options.ulysses_attention_chunks)
     return _planned(name, runs, note, geometry, mesh, exchange, options)
 
 

@@ -225,5 +225,7 @@ def kernel_times(job: Preflight, figures: Sequence[KernelFigures]) -> dict[str, 
     for kernel in figures:
         use = use_of(plans[kernel.purpose])
         attention = chip.seconds(use.cycles(kernel))
-        times[kernel.name] = KernelTime(call=attention / use.calls, step=attention * layers)
+        times[kernel.name] = KernelTime(
+            call=attention / (use.calls * use.groups), step=attention * layers
+        )
     return times

@@ -20,6 +20,7 @@ from maxdiffusion.attention.exchanges import (
     Ring,
     Stay,
     Ulysses,
+    UlyssesPair,
 )
 from maxdiffusion.attention.on_device.fp8 import Fp8FlashKernel
 from maxdiffusion.preflight.chips import Chip
@@ -38,7 +39,7 @@ class Shares:
 
 
 # Measured with WAN 2.2 A14B at 720p on tpu7x; docs/performance.md has the figures.
-SHARES = Shares(kernel=0.97, outside=0.645)
+SHARES = Shares(kernel=0.97, outside=0.815)
 # What XLA makes of attention without a kernel: scores go through HBM.
 DENSE_SHARE = 0.3
 # How much faster our kernel is with Q.K^T in float8, as compiled for tpu7x.
@@ -130,7 +131,15 @@ def _exchanges(
     width = plan.problem.head_dim * plan.problem.dtype.itemsize
     # What a device holds of one of q, k and v: the same bytes before and after an all-to-all.
     local = sizes.batch * sum(sizes.heads) * sizes.q_len * width
-    if isinstance(exchange, Ulysses):
+    if isinstance(exchange, UlyssesPair):
+        groups = _groups(mesh, exchange.axes)
+        # Of keys and values the second to go waits for nobody: nothing is left to run meanwhile.
+        yield _collective("all-to-all", local, groups, times=1), 0.0
+        # Queries and outputs go under a call for the tokens of this device, half of all queries.
+        pairs = tuple(_neighbours(groups, wraps=True))
+        yield _collective("collective-permute", local // 2, (), pairs=pairs, times=2), 0.5
+        yield from _exchanges(exchange.inner, plan)
+    elif isinstance(exchange, Ulysses):
         groups = _groups(mesh, exchange.axes)
         # XLA keeps one all-to-all in flight: half of the exchanges find a product or a kernel to
         # run under, however many groups of heads there are (2 of 4, 4 of 8, 8 of 16 in compiled
@@ -138,7 +147,7 @@ def _exchanges(
         yield _collective("all-to-all", local // 2, groups, times=4), 0.0
         yield from _exchanges(exchange.inner, plan)
     elif isinstance(exchange, Ring | BidirectionalRing):
-        keys = sizes.batch * sum(sizes.heads) * sizes.kv_len * width
+        keys = local * geometry.padded_kv_len // geometry.padded_q_len
         wraps = isinstance(exchange, Ring)
         pairs = tuple(_neighbours(_groups(mesh, exchange.axes), wraps=wraps))
         # k and v of a hop go together, under one call.

@@ -28,8 +28,8 @@ from maxdiffusion.preflight.hlo import read_program
 class KernelUse:
     """How a plan uses its kernel in one attention: the grid of one call, and how many calls.
 
-    `pairs` are (batch, head) pairs of all calls over the same keys, `calls` the shards of keys,
-    `tile` what one grid step does.
+    `pairs` are (batch, head) pairs of all calls over the same keys, of which there are `groups`,
+    `calls` the shards of keys, `tile` what one grid step does.
     """
 
     pairs: int
@@ -37,6 +37,7 @@ class KernelUse:
     q_len: int
     kv_len: int
     tile: "Tile"
+    groups: int = 1
 
     @property
     def q_blocks(self) -> int:
@@ -141,6 +142,7 @@ def use_of(plan: AttentionPlan) -> KernelUse:
     assert tile is not None, plan.kernel.title
     return KernelUse(
         pairs=sizes.batch * sum(sizes.heads),
+        groups=len(sizes.heads),
         calls=plan.padded_kv_len // sizes.kv_len,
         q_len=sizes.q_len,
         kv_len=sizes.kv_len,
@@ -156,9 +158,9 @@ def kernel_alone(plan: AttentionPlan, device: jax.Device) -> jax.stages.Lowered:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         keys = GlobalKeys(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
         here = keys.whole() if shards == 1 else keys.shard(jnp.int32(shards - 1), shards)
-        k, shared = kernel.prepare(q, k, v, here, Alone())
+        k, known = kernel.prepare_keys(k, v, here, Alone())
         attend = kernel.attend if shards == 1 else kernel.partials
-        return attend(q, k, v, here, shared)
+        return attend(q, k, v, here, kernel.prepare_queries(q, known))
 
     tokens = [_tokens(plan, mesh, length) for length in (sizes.q_len, sizes.kv_len, sizes.kv_len)]
     with jax.set_mesh(mesh):

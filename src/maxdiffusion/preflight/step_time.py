@@ -1,5 +1,6 @@
 """Seconds of a denoise step: kernels, everything else on the core, and exposed exchange."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ from maxdiffusion.preflight.chips import Chip
 from maxdiffusion.preflight.collectives import Collective
 from maxdiffusion.preflight.cycles import Cycles
 from maxdiffusion.preflight.links import Network
+
+_ENDS = re.compile(r"(_partials|_carried|\.\d+)+$")
 
 
 def in_words(seconds: float) -> str:
@@ -70,7 +73,11 @@ def exposed_seconds(
     meanwhile = collective.meanwhile
     if meanwhile is None:
         return seconds
-    hidden = chip.seconds(meanwhile.cycles)
-    for name in meanwhile.kernels:
-        hidden += max((time.call for known, time in kernels.items() if known in name), default=0.0)
-    return max(0.0, seconds - hidden)
+    calls = {_family(name): time.call for name, time in kernels.items()}
+    hidden = sum(calls.get(_family(name), 0.0) for name in meanwhile.kernels)
+    return max(0.0, seconds - chip.seconds(meanwhile.cycles) - hidden)
+
+
+def _family(name: str) -> str:
+    """A kernel's name without its number and its ends: first and last calls take as long."""
+    return _ENDS.sub("", name)

@@ -8,14 +8,15 @@ from kernels.flash.cases import Case, error, expected, run, tolerance
 from maxdiffusion.kernels.flash import (
     Exponent,
     FixedM,
-    FixedMNorms,
     FlashOptions,
     Gate,
+    KeyNorms,
     Keys,
     fixed_m_bounds,
     gate_heads,
+    key_norms,
     key_total,
-    measure_norms,
+    query_norm,
     smooth_keys,
 )
 from maxdiffusion.kernels.flash.fixed_m import (
@@ -76,9 +77,9 @@ def test_gate_weighs_values_and_raw_keys() -> None:
     one = jnp.ones((1, 1))
 
     def passes(query: float, value: float, keys: Keys, exponent: Exponent) -> bool:
-        norms = FixedMNorms(query=query * one, key=one, value=value * one)
-        options = {"dtype": "float32", "gate": Gate.MEASURED}
-        return bool(gate_heads(norms, keys=keys, exponent=exponent, **options).fixed[0, 0])
+        norms = KeyNorms(key=one, value=value * one)
+        options = {"dtype": "float32", "gate": Gate.MEASURED, "keys": keys, "exponent": exponent}
+        return bool(gate_heads(query * one, norms, **options).fixed[0, 0])
 
     base_2 = Exponent.BASE_2
     assert passes(limit, 1.0, Keys.SMOOTHED, base_2)
@@ -116,8 +117,12 @@ def test_smoothing_takes_the_mean_over_attended_keys_of_all_shards() -> None:
 def test_norms_look_at_attended_keys_only() -> None:
     q, k, v = Case(batch=2, heads=4).arrays()
     attended = jnp.arange(k.shape[1])[None] < jnp.array([[300], [130]])
-    norms = measure_norms(q, k.at[1, 130:].set(1e6), v.at[1, 130:].set(1e6), attended)
-    assert norms.key.shape == norms.query.shape == (2, 4)
+    norms = key_norms(k.at[1, 130:].set(1e6), v.at[1, 130:].set(1e6), attended)
     wanted = np.linalg.norm(np.asarray(k)[1, :130], axis=-1).max(axis=0)
-    np.testing.assert_allclose(norms.key[1], np.repeat(wanted, 2), rtol=1e-6)
+    np.testing.assert_allclose(norms.key[1], wanted, rtol=1e-6)
     assert float(jnp.max(norms.value)) < 10
+    query = query_norm(q)
+    assert query.shape == (2, 4)
+    options = {"dtype": "float32", "gate": Gate.MEASURED, "keys": Keys.RAW}
+    bounds = gate_heads(query, norms, exponent=Exponent.BASE_2, **options)
+    np.testing.assert_array_equal(bounds.key_norm, np.repeat(norms.key, 2, axis=1))

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import Alone, DeviceKernel, KernelSizes
-from maxdiffusion.kernels.heads import Places
+from maxdiffusion.kernels.heads import HeadPlaces, Places
 
 Placed = Sequence[Float[Array, "K S D"]]
 
@@ -28,8 +28,8 @@ class Exchange(Protocol):
     ) -> Float[Array, "B S N H"]:
         """The attention of this device's queries over all keys."""
 
-    def places(self, batch: int, heads: int) -> Places:
-        """Where the heads of a device's batch have to lie for `of_placed`."""
+    def places(self, batch: int, heads: int) -> HeadPlaces:
+        """Where the heads of a device's batch have to lie for `of_placed` (inside shard_map)."""
 
     def of_placed(
         self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
@@ -52,9 +52,20 @@ class Exchange(Protocol):
 class HeadsAtHome(Exchange):
     """An exchange that moves no heads: their places are where they are."""
 
-    def places(self, batch: int, heads: int) -> Places:
+    def in_turns(
+        self,
+        queries: Sequence[Float[Array, "B S N H"]],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> list[Float[Array, "B S N H"]]:
+        """The attention of each of several groups of queries."""
+        return [self(q, k, v, keys, kernel) for q in queries]
+
+    def places(self, batch: int, heads: int) -> HeadPlaces:
         """Every head where it is."""
-        return Places.at_home(batch, heads)
+        return HeadPlaces.alike(Places.at_home(batch, heads))
 
     def of_placed(
         self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
@@ -86,8 +97,8 @@ class Stay(HeadsAtHome):
         """The kernel's attention over the keys that are here."""
         whole = keys.whole()
         with jax.named_scope("kernel"):
-            k, shared = kernel.prepare(q, k, v, whole, Alone())
-            return kernel.attend(q, k, v, whole, shared)
+            k, known = kernel.prepare_keys(k, v, whole, Alone())
+            return kernel.attend(q, k, v, whole, kernel.prepare_queries(q, known))
 
     def kernel_sizes(self, geometry: Geometry) -> KernelSizes:
         """Local queries, all keys."""

@@ -44,7 +44,8 @@ class BidirectionalRing(HeadsAtHome):
         here = jax.lax.axis_index(self.axes)
         local = keys.shard(here, self.degree)
         with jax.named_scope("kernel"):
-            k, shared = kernel.prepare(q, k, v, local, RingShards(self.axes))
+            k, known = kernel.prepare_keys(k, v, local, RingShards(self.axes))
+            shared = kernel.prepare_queries(q, known)
 
         def attended(total: Partials, stream: Stream, source: Int[Array, ""]) -> Partials:
             arrived = keys.shard(source, self.degree)

@@ -1,6 +1,6 @@
 """Ring: keys and values travel round the devices, and partial attentions are merged."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from maxdiffusion.attention.exchanges.base import HeadsAtHome, tokens_bytes
 from maxdiffusion.attention.exchanges.ring_gradient import differentiable_ring
 from maxdiffusion.attention.geometry import Geometry
-from maxdiffusion.attention.keys import GlobalKeys
+from maxdiffusion.attention.keys import GlobalKeys, KeyShard
 from maxdiffusion.attention.on_device import DeviceKernel, GradientKernel, KernelSizes
 from maxdiffusion.kernels.reference import Partials
 
@@ -60,7 +60,22 @@ class Ring(HeadsAtHome):
         """The attention of this device's queries over all keys."""
         if isinstance(kernel, GradientKernel):
             return differentiable_ring(self, kernel, keys)(q, k, v, keys.mask)
-        return self._taken_in(q, k, v, keys, kernel, kernel.finish)
+        return self.in_turns([q], k, v, keys, kernel)[0]
+
+    def in_turns(
+        self,
+        queries: Sequence[Float[Array, "B S N H"]],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        keys: GlobalKeys,
+        kernel: DeviceKernel,
+    ) -> list[Float[Array, "B S N H"]]:
+        """The attention of each group of queries, by calls of their own under every hop.
+
+        The first group has the first call and the last one, so others may come late and leave
+        early.
+        """
+        return self._taken_in(queries, k, v, keys, kernel, kernel.finish)
 
     def partials(
         self,
@@ -71,32 +86,37 @@ class Ring(HeadsAtHome):
         kernel: DeviceKernel,
     ) -> Partials:
         """The partial over the keys of the whole ring."""
-        return self._taken_in(q, k, v, keys, kernel, kernel.carry_on)
+        return self._taken_in([q], k, v, keys, kernel, kernel.carry_on)[0]
 
     def _taken_in(
         self,
-        q: Float[Array, "B S N H"],
+        queries: Sequence[Float[Array, "B S N H"]],
         k: Float[Array, "B T N H"],
         v: Float[Array, "B T N H"],
         keys: GlobalKeys,
         kernel: DeviceKernel,
         last: Callable[..., Any],
-    ) -> Any:
+    ) -> list[Any]:
         """What `last` makes of the last shard of keys and of the partial over those before it."""
         here = keys.shard(self.source(0), self.degree)
         with jax.named_scope("kernel"):
-            k, shared = kernel.prepare(q, k, v, here, RingShards(self.axes))
-        before = None
+            k, known = kernel.prepare_keys(k, v, here, RingShards(self.axes))
+            shared = [kernel.prepare_queries(q, known) for q in queries]
+        before: list[Any] = [None] * len(queries)
+
+        def attended(call: Callable[..., Any], group: int, keys: KeyShard) -> Any:
+            with jax.named_scope("kernel"):
+                return call(queries[group], k, v, keys, shared[group], before[group])
+
+        groups = range(len(queries))
         for hop in range(self.degree - 1):
             # Sent before they are used, so that the hop can run under the kernel.
             following = self.passed_on(k, v)
             arrived = keys.shard(self.source(hop), self.degree)
-            with jax.named_scope("kernel"):
-                before = kernel.carry_on(q, k, v, arrived, shared, before)
+            before = [attended(kernel.carry_on, group, arrived) for group in groups]
             k, v = following
         arrived = keys.shard(self.source(self.degree - 1), self.degree)
-        with jax.named_scope("kernel"):
-            return last(q, k, v, arrived, shared, before)
+        return [attended(last, group, arrived) for group in reversed(groups)][::-1]
 
     def source(self, hop: int) -> Int[Array, ""]:
         """The device whose keys are here after `hop` hops."""

@@ -5,13 +5,14 @@ transposed.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from maxdiffusion.attention.exchanges.base import Exchange, Placed, tokens_bytes
+from maxdiffusion.attention.exchanges.base import HeadsAtHome, Placed, tokens_bytes
 from maxdiffusion.attention.fold import (
     fold_batch,
     fold_mask,
@@ -23,7 +24,8 @@ from maxdiffusion.attention.fold import (
 from maxdiffusion.attention.geometry import Geometry
 from maxdiffusion.attention.keys import GlobalKeys
 from maxdiffusion.attention.on_device import DeviceKernel, KernelSizes
-from maxdiffusion.kernels.heads import Places
+from maxdiffusion.kernels.heads import HeadPlaces, Places
+from maxdiffusion.kernels.heads.places import Place
 from maxdiffusion.kernels.splash import pad_length
 
 
@@ -39,7 +41,7 @@ class Ulysses:
     axes: tuple[str, ...]
     degree: int
     chunks: int
-    inner: Exchange
+    inner: HeadsAtHome
 
     def __call__(
         self,
@@ -58,77 +60,96 @@ class Ulysses:
             mask = None if mask is None else self._filled_rows(fold_mask(mask, heads))
         q, k, v = (pad_length(part, 2, self.degree) for part in (q, k, v))
         outs = []
-        for start, stop in head_groups(q.shape[2], self.degree, self.chunks):
+        for start, stop in self.groups(batch * heads):
             q_group, k_group, v_group = (part[:, :, start:stop] for part in (q, k, v))
             rows = mask if mask is None or batch == 1 else mask[start:stop]
-            outs.append(self._group(q_group, k_group, v_group, keys.with_mask(rows), kernel))
+            with jax.named_scope("exchange"):
+                split = self.split(q_group), self._blocks(k_group), self._blocks(v_group)
+            placed = self._group(*split, keys.with_mask(rows), kernel)
+            with jax.named_scope("exchange"):
+                outs.append(_heads(self.join(placed), q.shape[3]))
         out = jnp.concatenate(outs, axis=2)[:, :, : batch * heads]
         return unfold_batch(out, batch) if batch > 1 else out
 
-    def places(self, batch: int, heads: int) -> Places:
+    def places(self, batch: int, heads: int) -> HeadPlaces:
         """An array for each group of heads, with a block for each device."""
-        filled = math.ceil(batch * heads / self.degree) * self.degree
-        groups = head_groups(filled, self.degree, self.chunks)
+        return HeadPlaces.alike(self.block_places(batch, heads))
+
+    def block_places(self, batch: int, heads: int) -> Places:
+        """The same for keys and values, which always go all at once."""
+        groups = self.groups(batch * heads)
         spots = [
             (group, *divmod(index, (stop - start) // self.degree))
             for group, (start, stop) in enumerate(groups)
             for index in range(stop - start)
         ]
-        rows = [tuple(spots[row * heads : (row + 1) * heads]) for row in range(batch)]
         return Places(
             arrays=tuple((self.degree, (stop - start) // self.degree) for start, stop in groups),
-            heads=tuple(rows),
+            heads=by_batch_row(spots, batch, heads),
         )
 
     def of_placed(
         self, q: Placed, k: Placed, v: Placed, keys: GlobalKeys, kernel: DeviceKernel
     ) -> Placed:
         """The attention of heads that lie in a block for each device, a group at a time."""
-        width = kernel.site.head_dim
-        outs = []
-        for blocks in zip(q, k, v, strict=True):
-            with jax.named_scope("exchange"):
-                heads = [_joined(self._traded(part), width) for part in blocks]
-            out = self.inner(heads[0], heads[1], heads[2], keys, kernel)
-            with jax.named_scope("exchange"):
-                outs.append(self._traded(out.reshape(blocks[0].shape)))
-        return outs
+        each = len(q) // len(k)
+        groups = [q[first : first + each] for first in range(0, len(q), each)]
+        parts = zip(groups, k, v, strict=True)
+        return [out for part in parts for out in self._group(*part, keys, kernel)]
+
+    def groups(self, heads: int) -> list[tuple[int, int]]:
+        """Starts and stops of the groups of so many heads, after filling up."""
+        filled = math.ceil(heads / self.degree) * self.degree
+        return head_groups(filled, self.degree, self.chunks)
 
     def _group(
         self,
-        q: Float[Array, "1 S N H"],
-        k: Float[Array, "1 T N H"],
-        v: Float[Array, "1 T N H"],
+        q: Placed,
+        k: Float[Array, "K T D"],
+        v: Float[Array, "K T D"],
         keys: GlobalKeys,
         kernel: DeviceKernel,
-    ) -> Float[Array, "1 S N H"]:
-        q, k, v = (self._heads_for_tokens(part) for part in (q, k, v))
-        if keys.mask is not None and keys.mask.shape[0] > 1:
-            keys = keys.with_mask(self._local_rows(keys.mask, q.shape[2]))
-            q, k, v = (heads_to_rows(part) for part in (q, k, v))
-            out = rows_to_heads(self.inner(q, k, v, keys, kernel))
-        else:
-            out = self.inner(q, k, v, keys, kernel)
-        return self._tokens_for_heads(out)
+    ) -> Placed:
+        """The attention of one group of heads, from arrays of `split` to those for `join`."""
+        width = kernel.site.head_dim
+        with jax.named_scope("exchange"):
+            k_heads, v_heads = (_heads(self._traded(part), width) for part in (k, v))
+            queries = [_heads(part, width) for part in self.arrived(q)]
+        by_row = keys.mask is not None and keys.mask.shape[0] > 1
+        if by_row and keys.mask is not None:
+            keys = keys.with_mask(self._local_rows(keys.mask, k_heads.shape[2]))
+            k_heads, v_heads = (heads_to_rows(part) for part in (k_heads, v_heads))
+            queries = [heads_to_rows(part) for part in queries]
+        outs = self.inner.in_turns(queries, k_heads, v_heads, keys, kernel)
+        if by_row:
+            outs = [rows_to_heads(part) for part in outs]
+        with jax.named_scope("exchange"):
+            return self.sent_back([part.reshape(*part.shape[:2], -1) for part in outs])
 
-    @jax.named_scope("exchange")
-    def _heads_for_tokens(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
-        """All tokens of this device's share of the heads, for all heads of its share of tokens.
+    def split(self, x: Float[Array, "1 S N H"]) -> Placed:
+        """The arrays in which the queries of a group of heads are traded."""
+        return [self._blocks(x)]
 
-        Parts for different devices are laid side by side first, heads as columns of [S, N*H] the
-        way projections write and kernels read them; what the devices then trade is whole blocks.
+    def arrived(self, placed: Placed) -> Placed:
+        """Queries of this device's heads, as columns; each array has kernel calls of its own."""
+        return [self._traded(placed[0])]
+
+    def sent_back(self, outs: Placed) -> Placed:
+        """What became of the arrays of `split`, given what became of those of `arrived`."""
+        return [self._traded(outs[0].reshape(self.degree, -1, outs[0].shape[2]))]
+
+    def join(self, placed: Placed) -> Float[Array, "1 S D"]:
+        """The inverse of `split`."""
+        return jnp.concatenate([*placed[0]], axis=1)[None]
+
+    def _blocks(self, x: Float[Array, "1 S N H"]) -> Float[Array, "K S D"]:
+        """Parts for different devices one after the other, heads as columns of [S, N*H].
+
+        That is how projections write and kernels read them, and what the devices then trade is
+        whole blocks.
         """
-        _, tokens, heads, width = x.shape
-        columns = x.reshape(tokens, heads * width)
-        return _joined(self._traded(jnp.stack(jnp.split(columns, self.degree, axis=1))), width)
-
-    @jax.named_scope("exchange")
-    def _tokens_for_heads(self, x: Float[Array, "1 S N H"]) -> Float[Array, "1 S N H"]:
-        """The inverse of `_heads_for_tokens`."""
-        _, tokens, heads, width = x.shape
-        blocks = x.reshape(self.degree, tokens // self.degree, heads * width)
-        columns = jnp.concatenate([*self._traded(blocks)], axis=1)
-        return columns.reshape(1, tokens // self.degree, heads * self.degree, width)
+        columns = x.reshape(x.shape[1], -1)
+        return jnp.stack(jnp.split(columns, self.degree, axis=1))
 
     def _traded(self, blocks: Float[Array, "K S D"]) -> Float[Array, "K S D"]:
         """Block i of every device on device i, in the order of the devices they came from."""
@@ -183,7 +204,12 @@ class Ulysses:
         return f"heads: {padded} for {real} ({(padded - real) / padded:.1%} padding)"
 
 
-def _joined(blocks: Float[Array, "K S D"], width: int) -> Float[Array, "1 S N H"]:
+def by_batch_row(spots: Sequence[Place], batch: int, heads: int) -> tuple[tuple[Place, ...], ...]:
+    """The places of heads that were counted through, by batch row."""
+    return tuple(tuple(spots[row * heads : (row + 1) * heads]) for row in range(batch))
+
+
+def _heads(blocks: Float[Array, "K S D"], width: int) -> Float[Array, "1 S N H"]:
     """Blocks of tokens, one after the other, by heads."""
     devices, tokens, columns = blocks.shape
     return blocks.reshape(1, devices * tokens, columns // width, width)

@@ -18,6 +18,6 @@ def count_fast_heads(
 ) -> Int[Array, ""]:
     """The (batch, head) pairs of global arrays that pass the kernel's gate."""
     length = true_length if true_length < k.shape[1] else None
-    _, shared = kernel.prepare(q, k, v, KeyShard(length=length, mask=mask), Alone())
-    fast = kernel.fast_heads(shared)
+    _, known = kernel.prepare_keys(k, v, KeyShard(length=length, mask=mask), Alone())
+    fast = kernel.fast_heads(kernel.prepare_queries(q, known))
     return jnp.zeros((), jnp.int32) if fast is None else jnp.sum(fast, dtype=jnp.int32)

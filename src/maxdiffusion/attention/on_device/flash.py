@@ -20,7 +20,13 @@ from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.runtime.problems import Problem
 
 if TYPE_CHECKING:
-    from maxdiffusion.kernels.flash import FixedMBounds, FlashBlocks, FlashOptions, KernelPlan
+    from maxdiffusion.kernels.flash import (
+        FixedMBounds,
+        FlashBlocks,
+        FlashOptions,
+        KernelPlan,
+        KeyNorms,
+    )
     from maxdiffusion.kernels.flash.options import Softmax
 
 
@@ -235,30 +241,32 @@ class FixedMFlashKernel(FlashKernel):
             )
         return found
 
-    def prepare(
-        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
-    ) -> tuple[Tokens, "FixedMBounds"]:
-        """Keys without the mean of all devices' keys, and bounds that hold for all of them."""
+    def prepare_keys(
+        self, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
+    ) -> tuple[Tokens, "KeyNorms"]:
+        """Keys without the mean of all devices' keys, and norms that hold for all of them."""
         from maxdiffusion.kernels import flash
 
         attended = keys.valid(k.shape[0], k.shape[1])
         here = flash.key_total(k, attended)
         everywhere = flash.KeyTotal(*others.total(*here))
         k = flash.smooth_keys(k, attended, mean=everywhere.mean())
+        return k, flash.KeyNorms(*others.largest(*flash.key_norms(k, v, attended)))
+
+    def prepare_queries(self, q: Tokens, known: "KeyNorms") -> "FixedMBounds":
+        """Bounds that hold for these queries and all keys; queries need no word from elsewhere."""
+        from maxdiffusion.kernels import flash
+
         options = self.flash_options
-        norms = flash.measure_norms(q, k, v, attended, exponent=options.exponent)
-        # Queries stay at home, so only what travels needs the maximum over the devices.
-        key, value = others.largest(norms.key, norms.value)
-        norms = norms._replace(key=key, value=value)
         assert isinstance(options.softmax, flash.FixedM)
-        bounds = flash.gate_heads(
-            norms,
+        return flash.gate_heads(
+            flash.query_norm(q, exponent=options.exponent),
+            known,
             dtype=self.site.dtype.name,
             keys=flash.Keys.SMOOTHED,
             gate=options.softmax.gate,
             exponent=options.exponent,
         )
-        return k, bounds
 
     def details(self) -> Sequence[str]:
         """What every call of our kernel says, and whether the gate is open to all heads."""

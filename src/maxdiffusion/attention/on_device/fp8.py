@@ -15,7 +15,7 @@ from maxdiffusion.attention.tuned_blocks import flash_blocks
 if TYPE_CHECKING:
     from maxdiffusion.kernels.flash import FlashBlocks, FlashOptions
 
-QUERIES_AT_ONCE = 256
+FEWER_QUERIES_AT_ONCE = 256
 
 
 class Fp8FlashKernel(FlashKernel):
@@ -33,10 +33,10 @@ class Fp8FlashKernel(FlashKernel):
     def wished_blocks(self) -> "FlashBlocks":
         """Tile sizes, with no more queries at once than leave their scores in registers."""
         blocks = flash_blocks(self.site, self.search_name, fp8=True)
-        return replace(blocks, block_q_compute=blocks.block_q_compute or QUERIES_AT_ONCE)
+        return replace(blocks, block_q_compute=blocks.block_q_compute or FEWER_QUERIES_AT_ONCE)
 
-    def prepare(
-        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
+    def prepare_keys(
+        self, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
     ) -> tuple[Tokens, Float[Array, "B N"]]:
         """Pieces of the keys without the mean of all devices' keys, and the scale of each head."""
         from maxdiffusion.kernels import flash

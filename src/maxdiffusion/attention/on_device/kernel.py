@@ -21,8 +21,9 @@ Tokens = Float[Array, "B S N H"]
 class DeviceKernel(abc.ABC):
     """Attention on one device over [B, S, N, H] arrays, for calls of the site's sizes.
 
-    An attention is one `prepare`, then either one `attend` over all keys, or a `carry_on` for each
-    shard of keys but the last, which `finish` takes.
+    An attention is one `prepare_keys` and, for every group of queries, one `prepare_queries`, then
+    either one `attend` over all keys, or a `carry_on` for each shard of keys but the last, which
+    `finish` takes.
     """
 
     site: KernelSite
@@ -54,12 +55,17 @@ class DeviceKernel(abc.ABC):
         """Attention over these keys, the last ones, and those of `before`."""
         return output(self.carry_on(q, k, v, keys, shared, before), q.dtype)
 
-    def prepare(
-        self, q: Tokens, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
+    def prepare_keys(
+        self, k: Tokens, v: Tokens, keys: KeyShard, others: Shards
     ) -> tuple[Tokens, Any]:
-        """The keys to use in every call of one attention, and what the calls share."""
-        del q, v, keys, others
+        """The keys to use in every call of one attention, and what is known of all of them."""
+        del v, keys, others
         return k, None
+
+    def prepare_queries(self, q: Tokens, known: Any) -> Any:
+        """What the calls for these queries share, given what is known of the keys."""
+        del q
+        return known
 
     def fast_heads(self, shared: Any) -> Bool[Array, "B N"] | None:
         """The heads whose m is known before the first call; None if no head's is."""

@@ -105,7 +105,7 @@ def _refuse_missing_bounds(options: FlashOptions, bounds: FixedMBounds | None) -
             name="bounds",
             value=None,
             rule="must be given for fixed-m partials: all calls that are merged share them",
-            remedy="Take them from fixed_m_bounds, or from measure_norms and gate_heads on a ring",
+            remedy="Take them from fixed_m_bounds, or from key_norms and gate_heads on a ring",
         )
         raise UnsupportedFlash([problem])
 

@@ -55,15 +55,14 @@ class KeyTotal(NamedTuple):
         return self.total / jnp.maximum(self.keys, 1.0)[:, None, None]
 
 
-class FixedMNorms(NamedTuple):
-    """Largest norms of a (batch, head): of scaled queries, of keys, of elements of v.
+class KeyNorms(NamedTuple):
+    """Largest norms of a (batch, key head): of attended keys, of elements of their values.
 
     The maximum over shards of each is that of the whole.
     """
 
-    query: Float[Array, "B N"]
-    key: Float[Array, "B N"]
-    value: Float[Array, "B N"]
+    key: Float[Array, "B K"]
+    value: Float[Array, "B K"]
 
 
 class FixedMBounds(NamedTuple):
@@ -99,26 +98,27 @@ def smooth_keys(
     return (k.astype(jnp.float32) - mean[:, None]).astype(k.dtype)
 
 
-def measure_norms(
-    q: Float[Array, "B S N H"],
+def key_norms(
     k: Float[Array, "B T K H"],
     v: Float[Array, "B T K H"],
     attended: Bool[Array, "B T"] | None = None,
-    *,
-    exponent: Exponent = Exponent.BASE_2,
-) -> FixedMNorms:
-    """Returns the largest norms that the gate needs, over queries and attended keys."""
-    group = q.shape[2] // k.shape[2]
-    scale = exponent.per_nat * q.shape[3] ** -0.5
+) -> KeyNorms:
+    """Returns the largest norms that the gate needs of attended keys and their values."""
     key, value = _norms(k), jnp.max(jnp.abs(v.astype(jnp.float32)), axis=3)
     if attended is not None:
         key = jnp.where(attended[:, :, None], key, 0.0)
         value = jnp.where(attended[:, :, None], value, 0.0)
-    return FixedMNorms(
-        query=jnp.minimum(jnp.max(_norms(q), axis=1) * scale, LARGEST_NORM),
-        key=jnp.repeat(jnp.minimum(jnp.max(key, axis=1), LARGEST_NORM), group, axis=1),
-        value=jnp.repeat(jnp.max(value, axis=1), group, axis=1),
+    return KeyNorms(
+        key=jnp.minimum(jnp.max(key, axis=1), LARGEST_NORM), value=jnp.max(value, axis=1)
     )
+
+
+def query_norm(
+    q: Float[Array, "B S N H"], *, exponent: Exponent = Exponent.BASE_2
+) -> Float[Array, "B N"]:
+    """Returns the largest norm of scaled queries of each head."""
+    scale = exponent.per_nat * q.shape[3] ** -0.5
+    return jnp.minimum(jnp.max(_norms(q), axis=1) * scale, LARGEST_NORM)
 
 
 def _norms(x: Float[Array, "B S N H"]) -> Float[Array, "B S N"]:
@@ -133,15 +133,22 @@ def gate_bits(dtype: str, keys: Keys) -> float:
 
 
 def gate_heads(
-    norms: FixedMNorms, *, dtype: str, keys: Keys, gate: Gate, exponent: Exponent
+    query: Float[Array, "B N"],
+    norms: KeyNorms,
+    *,
+    dtype: str,
+    keys: Keys,
+    gate: Gate,
+    exponent: Exponent,
 ) -> FixedMBounds:
-    """Returns which heads may use the fixed bound, and its key norm."""
-    bound = norms.query * norms.key * NORM_SLACK / exponent.per_bit
-    fits = (norms.value <= 2.0**VALUES_HIGH_BITS) & (norms.value >= 2.0**-VALUES_LOW_BITS)
-    fixed = (bound <= gate_bits(dtype, keys)) & (fits | (norms.value == 0))
+    """Returns which heads may use the fixed bound for their queries, and its key norm."""
+    key, value = (jnp.repeat(x, query.shape[1] // x.shape[1], axis=1) for x in norms)
+    bound = query * key * NORM_SLACK / exponent.per_bit
+    fits = (value <= 2.0**VALUES_HIGH_BITS) & (value >= 2.0**-VALUES_LOW_BITS)
+    fixed = (bound <= gate_bits(dtype, keys)) & (fits | (value == 0))
     if gate is Gate.FORCED:
         fixed = jnp.ones_like(fixed)
-    return FixedMBounds(key_norm=norms.key, fixed=fixed)
+    return FixedMBounds(key_norm=key, fixed=fixed)
 
 
 def fixed_m_bounds(
@@ -155,5 +162,11 @@ def fixed_m_bounds(
     exponent: Exponent = Exponent.BASE_2,
 ) -> FixedMBounds:
     """Returns the bounds of a call that holds all queries and keys (`k` as the kernel gets it)."""
-    norms = measure_norms(q, k, v, attended, exponent=exponent)
-    return gate_heads(norms, dtype=q.dtype.name, keys=keys, gate=gate, exponent=exponent)
+    return gate_heads(
+        query_norm(q, exponent=exponent),
+        key_norms(k, v, attended),
+        dtype=q.dtype.name,
+        keys=keys,
+        gate=gate,
+        exponent=exponent,
+    )

@@ -8,7 +8,16 @@ fused      one pass over HBM on a TPU: norm, rotation and the move together
 
 from maxdiffusion.kernels.heads.columns import Columns
 from maxdiffusion.kernels.heads.fused import join_heads, place_heads
-from maxdiffusion.kernels.heads.places import Places
+from maxdiffusion.kernels.heads.places import HeadPlaces, Places
 from maxdiffusion.kernels.heads.reference import heads_of, rms_norm, rotate
 
-__all__ = ["Columns", "Places", "heads_of", "join_heads", "place_heads", "rms_norm", "rotate"]
+__all__ = [
+    "Columns",
+    "HeadPlaces",
+    "Places",
+    "heads_of",
+    "join_heads",
+    "place_heads",
+    "rms_norm",
+    "rotate",
+]

@@ -6,31 +6,41 @@ read once, worked on in registers, and written where its heads belong.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from maxdiffusion.kernels.heads.columns import Columns
-from maxdiffusion.kernels.heads.places import Places
+from maxdiffusion.kernels.heads.places import EMPTY, Place, Places
 
 LANES = 128
 ROWS_AT_ONCE = 32
 """Rows of a head that are worked on together: four registers of float32."""
+Order = Int[Array, " K"]
 BLOCK_BYTES = 4 * 2**20
 """What one block may hold; it is there four times, coming and going, twice each."""
 
 
 def place_heads(
-    columns: Columns, places: Places, *, head_dim: int, interpret: bool = False
+    columns: Columns,
+    places: Places,
+    *,
+    head_dim: int,
+    order: Order | None = None,
+    interpret: bool = False,
 ) -> list[Float[Array, "K S D"]]:
-    """The arrays of `places`, with the heads that `columns` stand for; heads are 128s of lanes."""
-    if columns.finished and not places.moves:
+    """The arrays of `places`, with the heads that `columns` stand for; heads are 128s of lanes.
+
+    `order` says which head goes to each of `places.slots()`, or EMPTY, where that is not known
+    before the program runs.
+    """
+    if columns.finished and not places.moves and order is None:
         return [columns.values]
     batch, rows, width = columns.values.shape
     assert (batch, width) == (places.batch, places.head_count * head_dim), (columns, places)
@@ -39,6 +49,7 @@ def place_heads(
     return _call(
         functools.partial(_place, columns, places, head_dim),
         name="place_heads",
+        order=order,
         inputs=inputs,
         in_specs=specs,
         outputs=[(blocks, rows, slots * head_dim) for blocks, slots in places.arrays],
@@ -53,16 +64,18 @@ def join_heads(
     places: Places,
     *,
     head_dim: int,
+    order: Order | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S D"]:
-    """Columns with every head back from where `places` put it."""
-    if not places.moves:
+    """Columns with every head back from where `place_heads` put it."""
+    if not places.moves and order is None:
         return arrays[0]
     rows, width = arrays[0].shape[1], places.head_count * head_dim
     size = _block_rows(rows, places.batch * width * arrays[0].dtype.itemsize)
     (joined,) = _call(
         functools.partial(_join, places, head_dim),
         name="join_heads",
+        order=order,
         inputs=[*arrays],
         in_specs=[_rows_spec(array.shape, size) for array in arrays],
         outputs=[(places.batch, rows, width)],
@@ -79,7 +92,7 @@ def _block_rows(rows: int, row_bytes: int) -> int:
 
 
 def _rows_spec(shape: tuple[int, ...], size: int) -> pl.BlockSpec:
-    return pl.BlockSpec((shape[0], size, shape[2]), lambda i: (0, i, 0))
+    return pl.BlockSpec((shape[0], size, shape[2]), lambda i, *_: (0, i, 0))
 
 
 def _inputs(columns: Columns, size: int, head_dim: int) -> tuple[list[Array], list[pl.BlockSpec]]:
@@ -87,12 +100,12 @@ def _inputs(columns: Columns, size: int, head_dim: int) -> tuple[list[Array], li
     inputs, specs = [columns.values], [_rows_spec(columns.values.shape, size)]
     if columns.gain is not None:
         inputs.append(columns.gain.astype(jnp.float32)[None])
-        specs.append(pl.BlockSpec((1, columns.gain.shape[0]), lambda i: (0, 0)))
+        specs.append(pl.BlockSpec((1, columns.gain.shape[0]), lambda i, *_: (0, 0)))
     if columns.cosines is not None and columns.sines is not None:
         # Turning is x * cos + swapped(x) * sin, if the sine of the first half is negative.
         inputs.append(jnp.concatenate([columns.cosines] * 2, axis=1))
         inputs.append(jnp.concatenate([-columns.sines, columns.sines], axis=1))
-        specs += [pl.BlockSpec((size, head_dim), lambda i: (i, 0))] * 2
+        specs += [pl.BlockSpec((size, head_dim), lambda i, *_: (i, 0))] * 2
     return inputs, specs
 
 
@@ -110,6 +123,7 @@ def _call(
     kernel: Any,
     *,
     name: str,
+    order: Order | None,
     inputs: list[Array],
     in_specs: list[pl.BlockSpec],
     outputs: list[tuple[int, ...]],
@@ -123,11 +137,16 @@ def _call(
     shapes = [jax.ShapeDtypeStruct(out, first.dtype, manual_axis_type=varies) for out in outputs]
     touched: list[Any] = [*inputs, *shapes]
     moved = sum(x.size * x.dtype.itemsize for x in touched)
-    return pl.pallas_call(
-        kernel,
+    scalars = [] if order is None else [order]
+    grid_spec = pltpu.PrefetchScalarGridSpec(
+        num_scalar_prefetch=len(scalars),
         grid=(pl.cdiv(first.shape[1], block_rows),),
         in_specs=in_specs,
         out_specs=[_rows_spec(out, block_rows) for out in outputs],
+    )
+    return pl.pallas_call(
+        functools.partial(kernel, *[None] * (not scalars)),
+        grid_spec=grid_spec,
         out_shape=shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",), vmem_limit_bytes=8 * BLOCK_BYTES
@@ -135,10 +154,10 @@ def _call(
         cost_estimate=pl.CostEstimate(flops=operations, transcendentals=0, bytes_accessed=moved),
         interpret=interpret,
         name=name,
-    )(*inputs)
+    )(*scalars, *inputs)
 
 
-def _place(columns: Columns, places: Places, head_dim: int, *refs: Any) -> None:
+def _place(columns: Columns, places: Places, head_dim: int, order: Any, *refs: Any) -> None:
     """Works on one block of rows, some rows at a time."""
     left = iter(refs)
     values = next(left)
@@ -150,21 +169,62 @@ def _place(columns: Columns, places: Places, head_dim: int, *refs: Any) -> None:
     def _(index: Array) -> None:
         rows = pl.ds(pl.multiple_of(index * ROWS_AT_ONCE, ROWS_AT_ONCE), ROWS_AT_ONCE)
         turn = [table[rows] for table in tables]
-        for batch, row_places in enumerate(places.heads):
-            factor = None
+        factors = []
+        if gain is not None:
+            factors = [
+                _inverse_rms(values, batch, rows, head_dim, columns.eps)
+                for batch in range(places.batch)
+            ]
+        for (array, block, slot), source in _moves(places, order, head_dim):
+            x = values[source.batch, rows, source.lanes]
             if gain is not None:
-                factor = _inverse_rms(values, batch, rows, head_dim, columns.eps)
-            for head, (array, block, slot) in enumerate(row_places):
-                x = values[batch, rows, _lanes(head, head_dim)]
-                if gain is not None and factor is not None:
-                    wide = x.astype(jnp.float32) * factor * gain[:, _lanes(head, head_dim)]
-                    x = wide.astype(x.dtype)
-                if turn:
-                    x = _turned(x, turn[0], turn[1])
-                outs[array][block, rows, _lanes(slot, head_dim)] = x
-        for array, block, slot in places.empty_slots():
+                factor = _chosen(factors, source.batch)
+                x = (x.astype(jnp.float32) * factor * gain[:, source.lanes]).astype(x.dtype)
+            if turn:
+                x = _turned(x, turn[0], turn[1])
+            if source.there is not None:
+                x = jnp.where(source.there, x, jnp.zeros_like(x))
+            outs[array][block, rows, _lanes(slot, head_dim)] = x
+        for array, block, slot in places.empty_slots() if order is None else ():
             nothing = jnp.zeros((ROWS_AT_ONCE, head_dim), outs[array].dtype)
             outs[array][block, rows, _lanes(slot, head_dim)] = nothing
+
+
+class _Source(NamedTuple):
+    """Batch row and lanes of a head in its columns; `there` where a slot may hold none."""
+
+    batch: Any
+    lanes: slice | pl.Slice
+    there: Array | None
+
+
+def _moves(places: Places, order: Any, head_dim: int) -> Iterator[tuple[Place, _Source]]:
+    """The slots that may hold a head, and where its columns are."""
+    for index, (place, head) in enumerate(zip(places.slots(), places.order(), strict=True)):
+        if order is not None:
+            yield place, _source(order[index], places, head_dim)
+        elif head != EMPTY:
+            batch, column = divmod(head, places.head_count)
+            yield place, _Source(batch, _lanes(column, head_dim), None)
+
+
+def _source(head: Array, places: Places, head_dim: int) -> _Source:
+    """The source of a head that is known when the program runs."""
+    there = head != EMPTY if places.empty_slots() else None
+    head = head if there is None else jnp.maximum(head, 0)
+    batch = 0 if places.batch == 1 else lax.div(head, jnp.int32(places.head_count))
+    start = (head - batch * places.head_count) * head_dim
+    return _Source(batch, pl.ds(pl.multiple_of(start, head_dim), head_dim), there)
+
+
+def _chosen(factors: Sequence[Array], batch: Any) -> Array:
+    """The factor of a batch row."""
+    if isinstance(batch, int):
+        return factors[batch]
+    chosen = factors[0]
+    for row, factor in enumerate(factors[1:], start=1):
+        chosen = jnp.where(batch == row, factor, chosen)
+    return chosen
 
 
 def _lanes(head: int, head_dim: int) -> slice:
@@ -187,14 +247,18 @@ def _turned(x: Array, cosines: Array, sines: Array) -> Array:
     return (wide * cosines + swapped * sines).astype(x.dtype)
 
 
-def _join(places: Places, head_dim: int, *refs: Any) -> None:
+def _join(places: Places, head_dim: int, order: Any, *refs: Any) -> None:
     """Copies one block of rows, some rows at a time."""
     *arrays, out = refs
 
     @pl.loop(0, out.shape[1] // ROWS_AT_ONCE)
     def _(index: Array) -> None:
         rows = pl.ds(pl.multiple_of(index * ROWS_AT_ONCE, ROWS_AT_ONCE), ROWS_AT_ONCE)
-        for batch, row_places in enumerate(places.heads):
-            for head, (array, block, slot) in enumerate(row_places):
-                x = arrays[array][block, rows, _lanes(slot, head_dim)]
-                out[batch, rows, _lanes(head, head_dim)] = x
+        for (array, block, slot), source in _moves(places, order, head_dim):
+            x = arrays[array][block, rows, _lanes(slot, head_dim)]
+            store = functools.partial(_store, out, (source.batch, rows, source.lanes), x)
+            store() if source.there is None else pl.when(source.there)(store)
+
+
+def _store(out: Any, where: Any, x: Array) -> None:
+    out[where] = x

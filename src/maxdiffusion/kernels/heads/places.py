@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 
+from jaxtyping import Array, Int
+
 Place = tuple[int, int, int]
+EMPTY = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +40,39 @@ class Places:
         """Whether any head goes elsewhere."""
         return self != Places.at_home(self.batch, self.head_count)
 
-    def empty_slots(self) -> list[Place]:
-        """Slots that no head goes to."""
-        taken = {place for row in self.heads for place in row}
+    def slots(self) -> list[Place]:
+        """Every slot, in the order of the arrays."""
         return [
             (array, block, slot)
             for array, (blocks, slots) in enumerate(self.arrays)
             for block in range(blocks)
             for slot in range(slots)
-            if (array, block, slot) not in taken
         ]
+
+    def order(self) -> list[int]:
+        """The head in each of `slots`, those of the first batch row counted first, or EMPTY."""
+        every = [place for row in self.heads for place in row]
+        at = {place: head for head, place in enumerate(every)}
+        return [at.get(place, EMPTY) for place in self.slots()]
+
+    def empty_slots(self) -> list[Place]:
+        """Slots that no head goes to."""
+        pairs = zip(self.slots(), self.order(), strict=True)
+        return [place for place, head in pairs if head == EMPTY]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadPlaces:
+    """Where the heads of q and of the output go, and those of k and v.
+
+    `order` are the heads in `queries.slots()`, or EMPTY, where those depend on the device.
+    """
+
+    queries: Places
+    keys: Places
+    order: Int[Array, " K"] | None = None
+
+    @classmethod
+    def alike(cls, places: Places) -> "HeadPlaces":
+        """The same places for all of them."""
+        return cls(queries=places, keys=places)
