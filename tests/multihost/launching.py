@@ -84,6 +84,7 @@ def launched(
     *,
     own: Sequence[Sequence[object]] = (),
     variables: Mapping[str, str] | None = None,
+    own_variables: Sequence[Mapping[str, str]] = (),
 ) -> Iterator[list[Started]]:
     """The running processes of `python COMMAND`; `own` holds further arguments for each."""
     address = free_address()
@@ -93,7 +94,7 @@ def launched(
             arguments = [*command, *(own[index] if own else ())]
             line = [sys.executable, *map(str, arguments)]
             found = environment(processes, index, address) | dict(variables or {})
-            started.append(Started(line, found))
+            started.append(Started(line, found | dict(own_variables[index] if own_variables else {})))
         yield started
     finally:
         for one in started:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import socket
 import time
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_job_that_does_not_come_together_says_where_and_how_long(tmp_path):
     assert f"could not join the job at {address} within" in said
     assert "jax_distributed_initialization_timeout=3 s" in said
     assert "others are missing" in said
+
+
+def test_a_host_whose_devices_do_not_start_is_named(tmp_path):
+    no_devices = ({}, {"JAX_PLATFORMS": "rocm"})
+    with launched(2, (*COMMAND, f"output_dir={tmp_path}"), own_variables=no_devices) as started:
+        began = time.monotonic()
+        codes = [one.end() for one in started]
+        first, second = (one.said for one in started)
+    assert codes == [1, 1], first + second
+    assert time.monotonic() - began < 45  # jax's own patience is 100 s, and ends in a core dump
+    reason = "the devices of this process did not start: RuntimeError: Unable to initialize backend"
+    assert f"stopped: {reason}" in second
+    assert f"stopped: process 1 (host {socket.gethostname()}, pid" in first
+    assert f"failed: {reason}" in first
+    assert "Traceback" not in first + second
 
 
 def test_processes_that_diverge_or_stand_still_are_named(tmp_path):

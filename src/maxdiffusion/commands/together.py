@@ -15,7 +15,8 @@ from maxdiffusion.config.loading import Reading
 from maxdiffusion.runtime.agreement import agree
 from maxdiffusion.runtime.coordination import barrier, members, several, this_member
 from maxdiffusion.runtime.joining import Patience, environment, find_place, join, stated_place
-from maxdiffusion.runtime.problems import STOPPED
+from maxdiffusion.runtime.marks import MARKS
+from maxdiffusion.runtime.problems import STOPPED, RunFailed
 from maxdiffusion.runtime.watch import Watch, leave
 
 # These say which process this is and how it finds the others.
@@ -68,13 +69,29 @@ def agree_on_start(config: Config) -> None:
     if not several():
         return
     values = {key: value for key, value in config.values.items() if key not in OF_THE_PROCESS}
+    MARKS.reach("starting devices")
+    devices = own_devices()
     facts = {
         "maxdiffusion version": __version__,
         "jax version": jax.__version__,
-        "local devices": len(jax.local_devices()),
-        "device kind": jax.local_devices()[0].device_kind,
+        "local devices": len(devices),
+        "device kind": devices[0].device_kind,
     }
     agree("start", facts | json.loads(json.dumps(values)))
+
+
+def own_devices() -> list[jax.Device]:
+    """The devices of this process; raises RunFailed, for the others to hear, if they do not start.
+
+    jax starts them when it is first asked for them.
+    """
+    try:
+        return jax.local_devices()
+    except RuntimeError as error:
+        raise RunFailed(
+            f"the devices of this process did not start: {_first_line(error)}. Look for other "
+            "programs that hold them, and at what this process has printed."
+        ) from error
 
 
 def end_with(watch: Watch, error: BaseException) -> NoReturn:
@@ -88,7 +105,7 @@ def end_with(watch: Watch, error: BaseException) -> NoReturn:
         told = Outcome(code=STOPPED, text=_first_line(error))
     else:
         print(told.text, file=sys.stderr, flush=True)
-    watch.fail(told.text)
+    watch.fail(told.text.removeprefix("stopped: "))
     leave(told.code)
 
 

@@ -1,7 +1,9 @@
 """Words between the processes of a job, over the service that jax has joined them by.
 
 The service is for a few short texts, not for arrays: those go over the devices' own links. With one
-process nothing is sent, and every function answers at once.
+process nothing is sent, and every function answers at once. Nothing here touches a device: words must
+go round while the devices of some host do not start. So processes are counted as they joined, and
+jax.process_index(), which a TPU may count in another order, is asked only for who writes files.
 """
 
 import functools
@@ -49,7 +51,7 @@ class NoAnswer(RunFailed):
 
 def this_member() -> Member:
     """This process."""
-    return Member(index=jax.process_index(), host=socket.gethostname(), pid=os.getpid())
+    return Member(index=global_state.process_id, host=socket.gethostname(), pid=os.getpid())
 
 
 @functools.cache
@@ -61,7 +63,7 @@ def members() -> tuple[Member, ...]:
 
 def several() -> bool:
     """Whether the job has more than one process."""
-    return global_state.client is not None and jax.process_count() > 1
+    return global_state.client is not None and global_state.num_processes > 1
 
 
 def client() -> Any:
@@ -74,11 +76,11 @@ def exchange(topic: str, text: str, *, patience: float = PATIENCE_SECONDS) -> tu
     """What each process says on a topic, in their order; all must call it, equally often."""
     if not several():
         return (text,)
-    number, mine = next(_rounds[topic]), jax.process_index()
+    number, mine = next(_rounds[topic]), global_state.process_id
     client().key_value_set(_key(topic, number, mine), text)
     said = tuple(
         text if other == mine else _wait(_key(topic, number, other), other, patience)
-        for other in range(jax.process_count())
+        for other in range(global_state.num_processes)
     )
     if number:  # all have spoken in this round, so all have heard the one before
         client().key_value_delete(_key(topic, number - 1, mine))
@@ -95,7 +97,7 @@ def from_first(topic: str, make: Callable[[], Value]) -> Value:
     if not several():
         return make()
     said = exchange(topic, json.dumps(make()) if jax.process_index() == 0 else "")
-    return json.loads(said[0])
+    return json.loads("".join(said))
 
 
 def _key(topic: str, number: int, index: int) -> str:

@@ -27,7 +27,7 @@ import jax
 
 from maxdiffusion.runtime.aborting import before_abort
 from maxdiffusion.runtime.atomic import abandon
-from maxdiffusion.runtime.coordination import ROOT, Member, client
+from maxdiffusion.runtime.coordination import ROOT, Member, client, this_member
 from maxdiffusion.runtime.culprits import Word, find_culprit
 from maxdiffusion.runtime.joining import Patience, answers
 from maxdiffusion.runtime.marks import MARKS
@@ -45,7 +45,7 @@ class Watch:
 
     def __init__(self, members: Sequence[Member], patience: Patience, *, address: str):
         self._members, self._patience, self._address = tuple(members), patience, address
-        self._mine = jax.process_index()
+        self._mine = this_member().index
         self._beats: dict[int, Word] = {}
         self._failures: dict[int, Word] = {}
         self._count = 0
