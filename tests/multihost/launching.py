@@ -94,7 +94,8 @@ def launched(
             arguments = [*command, *(own[index] if own else ())]
             line = [sys.executable, *map(str, arguments)]
             found = environment(processes, index, address) | dict(variables or {})
-            started.append(Started(line, found | dict(own_variables[index] if own_variables else {})))
+            found |= own_variables[index] if own_variables else {}
+            started.append(Started(line, found))
         yield started
     finally:
         for one in started:

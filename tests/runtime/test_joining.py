@@ -1,8 +1,10 @@
 """Where a job meets: from keys, from the environment, or found by jax."""
 
+import socket
+
 import pytest
 
-from maxdiffusion.runtime.joining import Patience, Place, find_place, stated_place
+from maxdiffusion.runtime.joining import CannotJoin, Patience, Place, find_place, join, stated_place
 from maxdiffusion.runtime.problems import ProblemsFound
 
 PATIENCE = Patience(join=5)
@@ -57,7 +59,11 @@ def test_slurm_is_found_and_may_be_corrected(monkeypatch):
         (("host:1", None, None), ["jax_num_processes=None", "jax_process_id=None"]),
         (("", 2, 0), ["jax_coordinator_address=None: a job of several processes needs it"]),
         (("host", 2, 0), ["jax_coordinator_address='host': must be host:port"]),
+        (("host:99999", 2, 0), ["'host:99999': must be host:port, with a port from 1 to 65535"]),
+        ((":1234", 2, 0), ["jax_coordinator_address=':1234': must be host:port"]),
         (("host:1", 2, 2), ["jax_process_id=2: must be below jax_num_processes=2"]),
+        (("host:1", 2, -1), ["jax_process_id=-1: must be below jax_num_processes=2"]),
+        (("host:1", 0, 0), ["jax_num_processes=0: must be at least 1"]),
     ],
 )
 def test_what_is_missing_or_wrong_is_said_with_its_key(arguments, words):
@@ -70,3 +76,16 @@ def test_what_is_missing_or_wrong_is_said_with_its_key(arguments, words):
 def test_a_variable_that_is_no_number_is_named():
     with pytest.raises(ProblemsFound, match="JAX_PROCESS_ID='two': must be a whole number"):
         found("host:1", 2, JAX_PROCESS_ID="two")
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_port_that_somebody_listens_at_is_refused(shared):
+    with socket.socket() as other:
+        # The service of another job shares its port, and would take in processes of this one.
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
+        other.bind(("0.0.0.0", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        place = Place(address=f"localhost:{port}", processes=2, process=0)
+        with pytest.raises(CannotJoin, match=f"cannot listen at localhost:{port} on .* in use"):
+            join(place, PATIENCE)

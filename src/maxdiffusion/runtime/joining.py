@@ -98,6 +98,8 @@ def find_place(stated: Mapping[str, Any], *, patience: Patience) -> Place | None
 
 def join(place: Place, patience: Patience) -> None:
     """Makes this process part of its job, or ends in words after `patience.join` seconds."""
+    if place.process == 0:
+        _check_free(place)
     # Only CPUs ask for it: their processes have no links of their own.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     began = time.monotonic()
@@ -127,6 +129,24 @@ def answers(address: str, seconds: float) -> bool:
         return False
 
 
+def _check_free(place: Place) -> None:
+    """Raises CannotJoin if the port where the job is to meet has a listener on this host.
+
+    jax would die by a signal there, or share the port with another job, whichever listens.
+    """
+    port = int(place.address.rpartition(":")[2])
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise CannotJoin(
+            f"process 0 cannot listen at {place.address} on host {socket.gethostname()}: "
+            f"{error.strerror}. End what listens at port {port} there, perhaps an earlier run of "
+            f"this job, or set {ADDRESS} to another port."
+        ) from error
+
+
 @contextmanager
 def _deadline(seconds: float, last_words: Callable[[], str]) -> Iterator[None]:
     """Ends the process in words if the block takes longer.
@@ -151,7 +171,8 @@ def _too_late(place: Place, patience: Patience) -> str:
     if place.process:
         reason = "nobody answers there, or other processes are missing"
     else:
-        reason = "this process answers there, and others are missing"
+        port = place.address.rpartition(":")[2]
+        reason = f"this process listens at port {port} of its host, and others are missing"
     key = f"jax_distributed_initialization_timeout={patience.join}"
     return _not_joined(place, f"within {key} s", reason)
 
@@ -191,15 +212,24 @@ def _missing(found: Mapping[str, Any]) -> list[Problem]:
 def _wrong(found: Mapping[str, Any]) -> list[Problem]:
     problems = []
     address, processes, process = (found[name] for name in (ADDRESS, PROCESSES, PROCESS))
-    if address is not None and not address.rpartition(":")[2].isdigit():
+    if address is not None and not _has_port(address):
         remedy = "Name a host and a free port of it, such as 10.0.0.1:1234"
-        rule = "must be host:port"
+        rule = "must be host:port, with a port from 1 to 65535"
         problems.append(Problem(name=ADDRESS, value=address, rule=rule, remedy=remedy))
-    if processes is not None and process is not None and process >= processes:
+    if processes is not None and processes < 1:
+        remedy = f"Set it to the number of processes ({ENVIRONMENT[PROCESSES]} works)"
+        rule = "must be at least 1"
+        problems.append(Problem(name=PROCESSES, value=processes, rule=rule, remedy=remedy))
+    elif processes is not None and process is not None and not 0 <= process < processes:
         rule = f"must be below {PROCESSES}={processes}: processes count from 0"
         remedy = f"Use 0 to {processes - 1}, each once"
         problems.append(Problem(name=PROCESS, value=process, rule=rule, remedy=remedy))
     return problems
+
+
+def _has_port(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535
 
 
 def _first_line(error: Exception) -> str:
