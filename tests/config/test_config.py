@@ -63,6 +63,9 @@ def test_digest_follows_values_and_not_sources(config, tmp_path):
     again = load_config([write(tmp_path, config.describe(), "printed.yml")])
     other = load_config([write(tmp_path, config.describe(), "printed.yml"), "seed=8"])
     assert again.digest() == config.digest() != other.digest()
+    place = ("jax_coordinator_address=host:1234", "jax_process_id=1")
+    elsewhere = load_config([write(tmp_path, config.describe(), "printed.yml"), *place])
+    assert elsewhere.digest() == config.digest()  # a job that starts again meets elsewhere
     assert json.loads(config.to_json())["height"] == 480
 
 

@@ -31,8 +31,9 @@ from maxdiffusion.pipelines.programs import ProgramShape, Workshop
 from maxdiffusion.preflight.released import find_spec
 from maxdiffusion.runtime.coordination import exchange, from_first, this_member
 from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
+from maxdiffusion.runtime.stopping import STOPS, StopAsked
 
 WARM_UP = 1
 
@@ -60,19 +61,25 @@ class Prepared:
 def run_sweep(sweep: Sweep, results: Results) -> None:
     """Measures every case that the results do not hold yet; the first process writes them.
 
-    A case that is refused, or does not fit into memory, is noted, and the others go on.
+    A case that is refused, or does not fit into memory, is noted, and the others go on. SIGTERM
+    ends the sweep after a step, without the case of that step.
     """
     finished = set(from_first("bench finished", lambda: [*results.finished()]))
-    bench = Bench(sweep)
-    for number, case in enumerate(sweep.cases, 1):
-        if case.key in finished:
-            continue
-        MARKS.reach(f"bench {case.key}")
-        say(f"[{number}/{len(sweep.cases)}] {case.title} ...")
-        line = bench.measure(case)
-        if jax.process_index() == 0:
-            results.add(case, line)
-        say(f"[{number}/{len(sweep.cases)}] {case.title}: {in_words(line)}")
+    bench, cases = Bench(sweep), enumerate(sweep.cases, 1)
+    with STOPS.heeded():
+        for number, case in ((number, case) for number, case in cases if case.key not in finished):
+            MARKS.reach(f"bench {case.key}")
+            say(f"[{number}/{len(sweep.cases)}] {case.title} ...")
+            try:
+                line = bench.measure(case)
+            except StopAsked:
+                raise RunFailed(
+                    f"as asked, at case {number} of {len(sweep.cases)}. The same command goes on "
+                    "there."
+                ) from None
+            if jax.process_index() == 0:
+                results.add(case, line)
+            say(f"[{number}/{len(sweep.cases)}] {case.title}: {in_words(line)}")
 
 
 def say(text: str) -> None:
@@ -150,7 +157,7 @@ class Bench:
         start = workshop.lower_start(shape, steps).compile()
         state = start(jax.device_put(noise, workshop.everywhere))
         experts = Experts(high_noise=expert, low_noise=expert, boundary=0.0)
-        loop = denoise(program, state, sampler=steps, experts=experts)
+        loop = STOPS.between(denoise(program, state, sampler=steps, experts=experts))
         seconds = [step.seconds for _, step in self.profiler(case).watch(loop)][WARM_UP:]
         mine = median(seconds)
         hosts = [float(said) for said in exchange("bench seconds", repr(mine))]

@@ -1,6 +1,5 @@
 """A command on all processes of a job: they start together, agree, and end together."""
 
-import json
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,9 +17,6 @@ from maxdiffusion.runtime.joining import Patience, environment, find_place, join
 from maxdiffusion.runtime.marks import MARKS
 from maxdiffusion.runtime.problems import STOPPED, RunFailed
 from maxdiffusion.runtime.watch import Watch, leave
-
-# These say which process this is and how it finds the others.
-OF_THE_PROCESS = ("jax_process_id", "jax_coordinator_address")
 
 
 def together(reading: Reading, work: Callable[[Reading], None]) -> None:
@@ -68,7 +64,6 @@ def agree_on_start(config: Config) -> None:
     """Raises what of package, config and devices differs on some process."""
     if not several():
         return
-    values = {key: value for key, value in config.values.items() if key not in OF_THE_PROCESS}
     MARKS.reach("starting devices")
     devices = own_devices()
     facts = {
@@ -77,7 +72,7 @@ def agree_on_start(config: Config) -> None:
         "local devices": len(devices),
         "device kind": devices[0].device_kind,
     }
-    agree("start", facts | json.loads(json.dumps(values)))
+    agree("start", facts | config.shared_values())
 
 
 def own_devices() -> list[jax.Device]:

@@ -12,6 +12,8 @@ from maxdiffusion.config.schema import Frozen, Use
 
 DEFAULT_SOURCE = "default"
 OVERRIDE_SOURCE = "command line"
+# These say which process of a job this is and where it finds the others.
+OF_THE_PROCESS = ("jax_process_id", "jax_coordinator_address")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,15 @@ class Config:
         """The values as JSON, the same text for the same values."""
         return json.dumps(self.values, sort_keys=True, ensure_ascii=False)
 
+    def shared_values(self) -> dict[str, Any]:
+        """What is to be the same on all processes of a job, as JSON has it."""
+        values = json.loads(self.to_json())
+        return {name: value for name, value in values.items() if name not in OF_THE_PROCESS}
+
     def digest(self) -> str:
-        """A hash of the values, the same wherever they came from."""
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        """A hash of the shared values, wherever they came from and the processes meet."""
+        text = json.dumps(self.shared_values(), sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> str:
         """The values as YAML that loads to the same config, each with its source beside it."""

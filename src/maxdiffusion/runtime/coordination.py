@@ -1,9 +1,9 @@
 """Words between the processes of a job, over the service that jax has joined them by.
 
 The service is for a few short texts, not for arrays: those go over the devices' own links. With one
-process nothing is sent, and every function answers at once. Words must go round while the devices of
-some host do not start, so processes are counted as they joined; jax.process_index(), which starts the
-devices and may count in another order, says only who writes files.
+process nothing is sent, and every function answers at once. Words must go round while devices of
+some host do not start, so processes are counted as they joined; jax.process_index(), which starts
+the devices and may count in another order, says only who writes files.
 """
 
 import functools
