@@ -2,8 +2,10 @@
 
 import pytest
 
+from maxdiffusion.runtime import agreement
 from maxdiffusion.runtime.agreement import agree, agree_on_result, differences
 from maxdiffusion.runtime.coordination import Member, barrier, exchange, from_first, several
+from maxdiffusion.runtime.problems import ProblemsFound
 
 MEMBERS = tuple(Member(index=index, host=f"host-{index}", pid=index) for index in range(3))
 
@@ -20,6 +22,20 @@ def test_of_two_the_first_is_usual():
 def test_a_fact_that_is_missing_somewhere_differs():
     said = [{"a": 1}, {"a": 1}, {}]
     assert differences(said, MEMBERS) == [("a", None, MEMBERS[2], 1)]
+
+
+def test_long_values_are_shown_where_they_differ(monkeypatch):
+    prompts = [f"a red circle moves right, number {index}" for index in range(9)]
+    said = [{"prompts": prompts}, {"prompts": prompts}, {"prompts": [*prompts[:-1], "a cube"]}]
+    monkeypatch.setattr(agreement, "members", lambda: MEMBERS)
+    monkeypatch.setattr(agreement, "_said", lambda topic, facts: said)
+    with pytest.raises(ProblemsFound) as caught:
+        agree("inputs", {})
+    (problem,) = caught.value.problems
+    assert problem.name == "prompts on process 2 (host host-2, pid 2)"
+    assert str(problem.value).endswith("'a cube']")
+    assert "number 8'] on the other processes" in problem.rule
+    assert str(problem.value).startswith("...")
 
 
 def test_one_process_agrees_with_itself():

@@ -1,5 +1,6 @@
 """Facts that must be the same on every process, and the process that has others."""
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -8,7 +9,7 @@ from maxdiffusion.runtime.coordination import Member, exchange, members
 from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
 
 REMEDY = "Start all processes with the same command, package, files and model"
-_SHOWN = 120
+_SHOWN, _BEFORE = 120, 30  # characters of a value, and of what comes before a difference
 
 
 class Diverged(RunFailed):
@@ -58,13 +59,23 @@ def _said(topic: str, facts: Mapping[str, object]) -> list[Mapping[str, object]]
 
 
 def _problem(name: str, value: object, member: Member, usual: object) -> Problem:
-    rule = f"is {_short(usual)} on the other processes"
-    return Problem(name=f"{name} on {member}", value=_cut(value), rule=rule, remedy=REMEDY)
+    start = _shown_from(repr(value), repr(usual))
+    rule = f"is {_cut(usual, start)} on the other processes"
+    return Problem(name=f"{name} on {member}", value=_cut(value, start), rule=rule, remedy=REMEDY)
 
 
-def _cut(value: object) -> object:
-    return value if len(repr(value)) <= _SHOWN else repr(value)[:_SHOWN] + "..."
+def _shown_from(one: str, other: str) -> int:
+    """Where two texts are shown from: shortly before they part, if they are too long for all."""
+    if max(len(one), len(other)) <= _SHOWN:
+        return 0
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return max(0, sum(1 for _ in same) - _BEFORE)
 
 
-def _short(value: object) -> str:
-    return str(_cut(value)) if isinstance(_cut(value), str) else repr(value)
+def _cut(value: object, start: int) -> object:
+    """The value itself, or the part of its text that is shown."""
+    text = repr(value)
+    if not start and len(text) <= _SHOWN:
+        return value
+    end = start + _SHOWN
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
