@@ -68,7 +68,7 @@ def test_the_way_out_of_no_videos_is_one_video(path, devices):
 
 def test_prompts_of_a_list_and_of_a_file(path, tmp_path):
     assert job_of(path, 'prompt=["a","b"]').prompts == ("a", "b")
-    lines = write(tmp_path, "a fox\n\n  a crow \n", "prompts.txt")
+    lines = write(tmp_path, "\ufeffa fox\n\n  a crow \n", "prompts.txt")  # as Windows writes it
     job = job_of(path, f"prompts_file={lines}", "num_videos=2")
     assert job.prompts == ("a fox", "a crow")
     assert job.videos == 4

@@ -20,7 +20,8 @@ def read_lines(config: Config) -> tuple[str, ...]:
     """The lines of the prompts file that are not blank."""
     remedy = "Give a text file in UTF-8 with one prompt per line"
     try:
-        text = Path(config.prompts_file).read_text(encoding="utf-8")
+        # Some editors begin a file with a mark of its encoding, which is no part of a prompt.
+        text = Path(config.prompts_file).read_text(encoding="utf-8-sig")
     except OSError as error:
         rule = f"cannot be read: {error.strerror}"
         raise ProblemsFound([file_problem(config, rule, remedy)]) from None
