@@ -42,6 +42,17 @@ def test_a_job_that_does_not_come_together_says_where_and_how_long(tmp_path):
     assert "others are missing" in said
 
 
+def test_only_the_first_process_needs_a_place_for_videos(tmp_path):
+    # A file in the place of the folder: nothing can be written there, whoever asks.
+    (tmp_path / "file").write_text("")
+    command = (*COMMAND, f"output_dir={tmp_path / 'file' / 'videos'}")
+    with launched(2, command) as started:
+        assert [one.end() for one in started] == [2, 1], [one.said for one in started]
+        first, second = (one.said for one in started)
+    assert "1 problem, nothing was run:\n  output_dir=" in first
+    assert "stopped: process 0 (host" in second
+
+
 def test_a_host_whose_devices_do_not_start_is_named(tmp_path):
     no_devices = ({}, {"JAX_PLATFORMS": "rocm"})
     with launched(2, (*COMMAND, f"output_dir={tmp_path}"), own_variables=no_devices) as started:

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from string import Formatter
 
 from maxdiffusion.config.config import Config
+from maxdiffusion.runtime.coordination import writes_files
 from maxdiffusion.runtime.places import is_remote, remote_problem
 from maxdiffusion.runtime.problems import Problem
 
@@ -24,6 +25,12 @@ def output_problems(config: Config, videos: int | None) -> Iterator[Problem]:
     if not config.output_dir:
         rule, remedy = "must be a folder, or a new one", "Use output_dir=outputs"
         yield Problem(name="output_dir", value=config.output_dir, rule=rule, remedy=remedy)
+    if writes_files() or config.enable_profiler:
+        yield from own_file_problems(config)
+
+
+def own_file_problems(config: Config) -> Iterator[Problem]:
+    """Problems with files that the first process alone writes, but for profiles."""
     yield from writing_problems("output_dir", config.output_dir, Path(config.output_dir))
     prompts = config.prompt_embeddings_cache_dir
     yield from writing_problems("prompt_embeddings_cache_dir", prompts, Path(prompts).expanduser())

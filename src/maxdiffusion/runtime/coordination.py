@@ -66,6 +66,11 @@ def several() -> bool:
     return global_state.client is not None and global_state.num_processes > 1
 
 
+def writes_files() -> bool:
+    """Whether this is the process that writes the files of the job."""
+    return not several() or jax.process_index() == 0
+
+
 def client() -> Any:
     """jax's client of the service."""
     assert global_state.client is not None, "jax.distributed was not initialised"
