@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from jax._src.clusters import cloud_tpu_cluster
 
 from maxdiffusion.runtime.joining import CannotJoin, Patience, Place, find_place, join, stated_place
 from maxdiffusion.runtime.problems import ProblemsFound
@@ -14,6 +15,14 @@ SLURM = {
     "SLURM_NTASKS": "4",
     "SLURM_PROCID": "2",
     "SLURM_LOCALID": "0",
+}
+
+JOBSET = {  # what GKE sets on the second host of the second of two slices
+    "TPU_WORKER_HOSTNAMES": "wan-slice-1-0.wan,wan-slice-1-1.wan",
+    "TPU_WORKER_ID": "1",
+    "MEGASCALE_COORDINATOR_ADDRESS": "localhost",
+    "MEGASCALE_NUM_SLICES": "2",
+    "MEGASCALE_SLICE_ID": "1",
 }
 
 
@@ -51,6 +60,13 @@ def test_slurm_is_found_and_may_be_corrected(monkeypatch):
         monkeypatch.setenv(name, value)
     assert found() == Place(address="node001:61441", processes=4, process=2)
     assert found("host:9") == Place(address="host:9", processes=4, process=2)
+
+
+def test_slices_of_a_gke_jobset_are_found(monkeypatch):
+    monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
+    for name, value in JOBSET.items():
+        monkeypatch.setenv(name, value)
+    assert found() == Place(address="localhost:8482", processes=4, process=3)
 
 
 @pytest.mark.parametrize(

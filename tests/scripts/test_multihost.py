@@ -12,6 +12,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 import yaml
+from jax._src.clusters.cloud_tpu_cluster import coordinator_port
 
 from maxdiffusion.config.loading import read_config
 
@@ -70,6 +71,12 @@ def test_the_manifest_runs_what_the_config_knows():
     assert {volume["name"] for volume in pod["volumes"]} == {"bucket"}
     # Sixteen devices of a 2x2x2 slice, two on a chip.
     assert reading.config.ici_data_parallelism * reading.config.ici_context_parallelism == 16
+
+
+def test_the_manifest_opens_the_port_where_jax_meets():
+    _, pod = pod_of(MANIFEST)
+    (container,) = pod["containers"]
+    assert int(coordinator_port) in [port["containerPort"] for port in container["ports"]]
 
 
 def test_the_image_runs_as_the_user_of_the_manifest():
