@@ -14,6 +14,8 @@ JOB = (
     *("ici_data_parallelism=2", "ici_context_parallelism=4", "ulysses_shards=2"),
     *("height=480", "width=832", "num_frames=17"),
 )
+# 20 of 40 heads, and enough tokens for products that are as large as VMEM allows.
+HALF_AS_WIDE = ("num_frames=33", "--heads", "20", "--layers", "2")
 SMALL_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=1024")
 
 FP8_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=2048")
@@ -35,21 +37,26 @@ def output_of(*command):
 
 @pytest.fixture(scope="module")
 def layer():
-    return output_of(ROOT / "scripts/layer_cycles.py", *JOB, "--heads", "8", "--layers", "2")
+    return output_of(ROOT / "scripts/layer_cycles.py", *JOB, *HALF_AS_WIDE)
 
 
 def test_a_layer_outside_kernels(layer):
     figures = json.loads(layer.splitlines()[-1])
-    # 259,190 with libtpu 0.0.42.1: 173,795 of products, 29,920 of passes over heads.
-    assert figures["cycles_per_layer_outside_kernels"] <= 264_000
-    assert figures["norm, RoPE and places of heads"] <= 30_500
-    assert figures["layout copies"] <= 20_000
+    # 1,590,646 with libtpu 0.0.42.1: 1,266,666 of products (2,358,517 with 16 MiB of VMEM for an
+    # operation), 134,575 of passes over heads.
+    assert figures["cycles_per_layer_outside_kernels"] <= 1_620_000
+    assert figures["norm, RoPE and places of heads"] <= 137_000
+    assert figures["layout copies"] <= 64_000
     assert "RoPE" not in figures, "positions are turned in the pass that moves heads"
 
 
-def test_exchanges_run_beside_products(layer):
-    assert layer.count("all-to-all-start") >= 1
-    assert layer.count("collective-permute-start") == 2
+def test_exchanges_run_beside_products_and_kernels(layer):
+    """Keys and values are traded and hop, queries go over and their output comes back."""
+    steps = [line.split()[0:4] for line in layer.splitlines() if " exchange copies " in line]
+    names = [step[3] for step in steps]
+    assert layer.count("all-to-all-start") == 2
+    assert layer.count("collective-permute-start") == 4
+    assert not any(name.startswith("all_to_all") for name in names), "all are asynchronous"
 
 
 def kernel_of(folder, *job):
