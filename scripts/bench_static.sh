@@ -12,9 +12,8 @@ fi
 folder=${1:-$(mktemp -d)}
 mkdir -p "$folder"
 
-guided=(ici_data_parallelism=2 ici_context_parallelism=4 ulysses_attention_chunks=2)
-unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0
-  ulysses_attention_chunks=2)
+guided=(ici_data_parallelism=2 ici_context_parallelism=4)
+unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0)
 
 report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
   local name=$1
