@@ -146,7 +146,7 @@ class Report:
 
 def _collective_words(one: Collective) -> str:
     where = " x ".join(one.axes) or "no axis"
-    if one.meanwhile is None:
+    if one.meanwhile is None or not (one.meanwhile.cycles or one.meanwhile.kernels):
         how = "waited for"
     else:
         kernels = ", ".join(one.meanwhile.kernels) or "no kernel"
