@@ -58,8 +58,6 @@ class Ring(HeadsAtHome):
         kernel: DeviceKernel,
     ) -> Float[Array, "B S N H"]:
         """The attention of this device's queries over all keys."""
-        if isinstance(kernel, GradientKernel):
-            return differentiable_ring(self, kernel, keys)(q, k, v, keys.mask)
         return self.in_turns([q], k, v, keys, kernel)[0]
 
     def in_turns(
@@ -75,6 +73,9 @@ class Ring(HeadsAtHome):
         The first group has the first call and the last one, so others may come late and leave
         early.
         """
+        if isinstance(kernel, GradientKernel):
+            attend = differentiable_ring(self, kernel, keys)
+            return [attend(q, k, v, keys.mask) for q in queries]
         return self._taken_in(queries, k, v, keys, kernel, kernel.finish)
 
     def partials(
