@@ -42,10 +42,10 @@ def layer():
 
 def test_a_layer_outside_kernels(layer):
     figures = json.loads(layer.splitlines()[-1])
-    # 1,590,646 with libtpu 0.0.42.1: 1,266,666 of products (2,358,517 with 16 MiB of VMEM for an
-    # operation), 134,575 of passes over heads.
+    # 1,595,034 with libtpu 0.0.42.1: 1,266,666 of products (2,358,517 with 16 MiB of VMEM for an
+    # operation), 138,963 of passes over heads, with what an order that depends on the device costs.
     assert figures["cycles_per_layer_outside_kernels"] <= 1_620_000
-    assert figures["norm, RoPE and places of heads"] <= 137_000
+    assert figures["norm, RoPE and places of heads"] <= 141_000
     assert figures["layout copies"] <= 64_000
     assert "RoPE" not in figures, "positions are turned in the pass that moves heads"
 
