@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from maxdiffusion.pipelines.wan import WanPipeline
 
+
 __all__ = ["WanPipeline", "__version__"]
 __version__ = "0.1.0"
 

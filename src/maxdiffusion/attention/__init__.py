@@ -1,24 +1,26 @@
-"""Attention over split sequences: names, plans, exchanges between devices, kernels on them."""
+"""Attention over split sequences: registry of modes, plans, context parallelism, backends."""
 
-from maxdiffusion.attention.modes import ATTENTION_NAMES
-from maxdiffusion.attention.options import AttentionOptions, FlashBlockSizes
-from maxdiffusion.attention.plan import AttentionPlan
-from maxdiffusion.attention.planning import (
+from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.plan import (
+    Attention,
+    AttentionPlan,
     BlockAttention,
     plan_attention,
     plan_cross_attention,
     with_gradient,
 )
-from maxdiffusion.attention.problem import AttentionProblem
-from maxdiffusion.attention.refusal import UnsupportedAttention
+from maxdiffusion.attention.problem import AttentionProblem, UnsupportedAttention
+from maxdiffusion.attention.registry import ATTENTION_NAMES
+from maxdiffusion.kernels.tpu import BlockSizes
 
 __all__ = [
     "ATTENTION_NAMES",
+    "Attention",
     "AttentionOptions",
     "AttentionPlan",
     "AttentionProblem",
     "BlockAttention",
-    "FlashBlockSizes",
+    "BlockSizes",
     "UnsupportedAttention",
     "plan_attention",
     "plan_cross_attention",

@@ -1,78 +1,95 @@
-"""How the user wants attention run: block sizes, exponent, scheduler, chunks, thresholds."""
+"""The user's options of an attention, and block sizes that searches found.
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Literal, get_args
+`AttentionOptions` holds block sizes, exponent, scheduler, head groups and thresholds. A search
+over block sizes writes its winners to a JSON file, one row for each kernel and local problem.
+"""
 
-from maxdiffusion.attention.tuned_sites import TunedSite
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
 
-# Scores of fewer tokens than a lane tile gain nothing from a block, and Mosaic wants whole tiles.
-LANES = 128
-# Queries that our flash kernel computes at once: others of a tile are computed for nothing.
-QUERIES_AT_ONCE = 512
+import numpy as np
+from jax import dtypes
+
+from maxdiffusion.attention.problem import LocalProblem
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.kernels.tpu import SEARCHED, BlockSizes
+from maxdiffusion.runtime.files import replacing
+
+FORMAT = "maxdiffusion tuned blocks 1"
+KEY = "tuned_blocks_file"
 FixedMGate = Literal["measured", "forced"]
+_ROW = {
+    "chip": str,
+    "kernel": str,
+    "batch": int,
+    "heads": int,
+    "q_len": int,
+    "kv_len": int,
+    "head_dim": int,
+    "dtype": str,
+    "ring": int,
+}
+"""Fields of a row that say which calls its block sizes hold for."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlashBlockSizes:
-    """The public `flash_block_sizes`; a size left as None is picked from the tuned table."""
+class TunedBlocks:
+    """Block sizes that won a search.
 
-    block_q: int | None = None
-    block_kv: int | None = None
-    block_kv_compute: int | None = None
-    block_kv_compute_in: int | None = None
-    block_q_dkv: int | None = None
-    block_kv_dkv: int | None = None
-    block_kv_dkv_compute: int | None = None
-    block_q_dq: int | None = None
-    block_kv_dq: int | None = None
-    use_fused_bwd_kernel: bool | None = None
-    heads_per_tile: int | None = None
-    vmem_limit_bytes: int | None = None
+    They hold for calls of `kernel` with exactly the sizes of `problem`, which is a tuning key.
+    `seconds` are those of one attention, `how` says how they were taken.
+    """
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            size = getattr(self, field.name)
-            if field.name == "use_fused_bwd_kernel" or size is None:
-                continue
-            if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"flash_block_sizes.{field.name}={size!r}: a whole number from 1")
+    kernel: str
+    problem: LocalProblem
+    blocks: BlockSizes
+    # No part of what is compiled, so two searches with the same winner give the same program.
+    seconds: float = field(repr=False, compare=False)
+    how: str = field(repr=False, compare=False)
 
-    @classmethod
-    def from_mapping(cls, sizes: Mapping[str, int | bool | None]) -> "FlashBlockSizes":
-        """The sizes of a YAML mapping; a key that nobody reads is refused."""
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(sizes) - known)
-        if unknown:
-            raise ValueError(f"flash_block_sizes has {unknown}: the keys are {sorted(known)}")
-        return cls(**sizes)  # type: ignore[arg-type]
-
-    def changed(self, sizes: Mapping[str, int | None]) -> "FlashBlockSizes":
-        """The same with some sizes in place of those it has."""
-        return self.from_mapping({**vars(self), **sizes})
+    def as_json(self) -> dict[str, Any]:
+        """Returns the row of a file."""
+        problem = self.problem
+        return {
+            "chip": problem.device_kind,
+            "kernel": self.kernel,
+            "batch": problem.batch,
+            "heads": max(problem.heads),
+            "q_len": problem.q_len,
+            "kv_len": problem.kv_len,
+            "head_dim": problem.head_dim,
+            "dtype": problem.dtype.name,
+            "ring": problem.num_kv_shards,
+            "sizes": self.blocks.given(),
+            "seconds": self.seconds,
+            "how": self.how,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
     """Everything about an attention that is not its name, its sizes or its mesh.
 
-    `flash_min_seq_length`: with fewer queries or keys, so for text as well, the names that are
-    held to it run `dot_product`; 0 holds none. The plan says what runs.
+    `flash_min_seq_length`: with fewer queries or keys (also those of a text), modes with
+    `dense_below_min_seq_length` run `dot_product`; 0 turns this off. The plan says what runs.
     `use_experimental_scheduler`: the linear-programming scheduler of the TPU compiler, which helps
     kernels of one big tile and hurts ours, whose tiles already overlap.
     `fixed_m_gate`: "measured" gives fixed-m softmax to heads whose norms allow it; "forced", for
-    tests, gives it to every head, and outlier heads then lose what the gate would have kept.
-    `tuned_sites`: tiles that a search found; they hold where `block_sizes` gives none.
+    tests, gives it to every head, and outlier heads lose precision.
+    `tuned_blocks`: block sizes from searches, used where `block_sizes` gives none.
     `interpret`: None interprets Pallas kernels on CPU devices and compiles elsewhere.
     """
 
-    block_sizes: FlashBlockSizes = FlashBlockSizes()
+    block_sizes: BlockSizes = field(default_factory=BlockSizes)
     use_base2_exp: bool = True
     use_experimental_scheduler: bool = False
     ulysses_attention_chunks: int = 1
     flash_min_seq_length: int = 0
     fixed_m_gate: FixedMGate = "measured"
-    tuned_sites: tuple[TunedSite, ...] = ()
+    tuned_blocks: tuple[TunedBlocks, ...] = ()
     interpret: bool | None = None
 
     def __post_init__(self) -> None:
@@ -83,3 +100,82 @@ class AttentionOptions:
             raise ValueError(f"flash_min_seq_length={shortest!r}: a whole number from 0")
         if self.fixed_m_gate not in get_args(FixedMGate):
             raise ValueError(f"fixed_m_gate={self.fixed_m_gate!r}: one of {get_args(FixedMGate)}")
+
+    def interprets(self, platform: str) -> bool:
+        """Returns whether Pallas kernels are interpreted on a platform."""
+        return platform == "cpu" if self.interpret is None else self.interpret
+
+
+def find_row(rows: Sequence[TunedBlocks], kernel: str, problem: LocalProblem) -> TunedBlocks | None:
+    """Returns the last row of a kernel for a problem; None without a search."""
+    key = problem.tuning_key()
+    matching = (row for row in reversed(rows) if (row.kernel, row.problem) == (kernel, key))
+    return next(matching, None)
+
+
+def read_tuned_blocks(path: Path) -> tuple[TunedBlocks, ...]:
+    """Returns the rows of a file that a search wrote; refuses other files."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        remedy = "Write it with tune_attention, or leave the key empty"
+        raise _refusal(path, f"it cannot be read ({error.strerror})", remedy) from error
+    except ValueError as error:
+        raise _refusal(path, f"it is no JSON ({error})", "Search again") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise _refusal(path, f"its format must be {FORMAT!r}", "Search again")
+    rows = content.get("rows")
+    return tuple(_read_row(path, row) for row in (rows if isinstance(rows, list) else [None]))
+
+
+def write_tuned_blocks(path: Path, rows: Iterable[TunedBlocks]) -> None:
+    """Adds rows to a file; a row replaces an older one of the same kernel and problem."""
+    older = read_tuned_blocks(path) if path.exists() else ()
+    latest = {(row.kernel, row.problem): row for row in (*older, *rows)}
+    content = {"format": FORMAT, "rows": [row.as_json() for row in latest.values()]}
+    with replacing(path) as unfinished:
+        unfinished.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_row(path: Path, row: Any) -> TunedBlocks:
+    wrong = (
+        not isinstance(row, dict)
+        or set(row) != {*_ROW, "sizes", "seconds", "how"}
+        or any(not isinstance(row[name], kind) for name, kind in _ROW.items())
+        or not isinstance(row["seconds"], int | float)
+        or not _are_sizes(row["sizes"])
+        or row["dtype"] not in ("float32", "bfloat16")
+    )
+    if wrong:
+        rule = f"this row is not one that a search writes: {json.dumps(row)[:200]}"
+        raise _refusal(path, rule, "Search again, or delete the row")
+    problem = LocalProblem(
+        batch=row["batch"],
+        heads=(row["heads"],),
+        q_len=row["q_len"],
+        kv_len=row["kv_len"],
+        head_dim=row["head_dim"],
+        dtype=np.dtype(dtypes.canonicalize_dtype(row["dtype"])),
+        num_kv_shards=row["ring"],
+        platform="",
+        device_kind=row["chip"],
+    )
+    return TunedBlocks(
+        kernel=row["kernel"],
+        problem=problem,
+        blocks=BlockSizes.from_mapping(row["sizes"]),
+        seconds=float(row["seconds"]),
+        how=str(row["how"]),
+    )
+
+
+def _are_sizes(sizes: Any) -> bool:
+    return (
+        isinstance(sizes, dict)
+        and set(sizes) <= {*SEARCHED, "vmem_limit_bytes"}
+        and all(type(size) is int and size > 0 for size in sizes.values())
+    )
+
+
+def _refusal(path: Path, rule: str, remedy: str) -> ProblemsFound:
+    return ProblemsFound([Problem(name=KEY, value=str(path), rule=rule, remedy=remedy)])

@@ -1,163 +1,237 @@
-"""The plan of one attention: everything decided, called with arrays, printed at start-up."""
+"""Plan of one attention: resolved once, called with arrays, printed at start-up.
 
+`plan_attention` turns a name into a plan, or refuses it with every reason at once.
+"""
+
+import difflib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from maxdiffusion.attention.exchanges import ByXla, Exchange
-from maxdiffusion.attention.geometry import Geometry
-from maxdiffusion.attention.keys import GlobalKeys
-from maxdiffusion.attention.on_device import DeviceKernel
-from maxdiffusion.attention.on_device.fast_path import count_fast_heads
-from maxdiffusion.attention.problem import AttentionProblem
-from maxdiffusion.kernels.heads import Columns, heads_of, join_heads, place_heads
-from maxdiffusion.kernels.splash import pad_length
+from maxdiffusion.attention.backends import AnyBackend, Precision, Softmax
+from maxdiffusion.attention.backends.base import count_fixed_m_eligible_heads
+from maxdiffusion.attention.context_parallel import Collective, ContextParallel, Partitioning
+from maxdiffusion.attention.masks import KVMask
+from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, UnsupportedAttention
+from maxdiffusion.attention.registry import (
+    ATTENTION_OPS,
+    DOT_PRODUCT,
+    AttentionOp,
+    differentiable_names,
+)
+from maxdiffusion.errors import Collector, Problem
+from maxdiffusion.kernels.qk_prep import (
+    ProjectedHeads,
+    gather_heads,
+    qk_norm_rope_scatter,
+)
+from maxdiffusion.kernels.reference import pad_length
+from maxdiffusion.kernels.tpu import LANES
+from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+
+Q_NAME, K_NAME, V_NAME, OUT_NAME = "query_proj", "key_proj", "value_proj", "attn_output"
+"""Names under which a rematerialisation policy finds the inputs and the output of a plan."""
 
 
+class Attention(ABC):
+    """Interface that a transformer block calls."""
+
+    fused: bool = False
+    """Whether `attend_projected` runs qk-norm, RoPE and the head layout in one pass."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        q: Float[Array, "B S N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        kv_mask: Bool[Array, "B T"] | None = None,
+    ) -> Float[Array, "B S N H"]:
+        """Returns softmax(q k^T / sqrt(H)) v over the keys where `kv_mask` is True."""
+
+    def attend_projected(
+        self, q: ProjectedHeads, k: ProjectedHeads, v: ProjectedHeads
+    ) -> Float[Array, "B S D"]:
+        """Returns the attention of projections whose qk-norm and RoPE are pending."""
+        raise NotImplementedError("only a fused attention takes projections")
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Returns the lines of the start-up report."""
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
-class AttentionPlan:
+class AttentionPlan(Attention):
     """One attention, ready to run on global [B, S, N, H] arrays under `jax.set_mesh(mesh)`.
 
-    `name` is what was asked for, `runs` what is run (another name where the plan had a reason,
-    which `note` then gives). `fused`: norms and rotations of `of_columns` are done in one pass that
-    also moves heads to where the exchange wants them.
+    `name` is the requested mode and `runs` the one that runs; `note` says why they differ.
     """
 
     name: str
     runs: str
     note: str
-    geometry: Geometry
+    problem: AttentionProblem
     mesh: Mesh
-    exchange: Exchange | ByXla
-    kernel: DeviceKernel
+    scheme: ContextParallel
+    backend: AnyBackend
     fused: bool = False
 
     @property
-    def problem(self) -> AttentionProblem:
-        """The true sizes that this plan is for."""
-        return self.geometry.problem
-
-    @property
     def padded_q_len(self) -> int:
-        """The query length with which a caller who pads once needs no more padding."""
-        return self.geometry.padded_q_len
+        """Query length that needs no padding here; callers pad once, before the first block."""
+        return self.problem.padded_q_len
 
     @property
     def padded_kv_len(self) -> int:
-        """The same for keys."""
-        return self.geometry.padded_kv_len
+        """Key length that needs no padding here."""
+        return self.problem.padded_kv_len
+
+    @property
+    def local(self) -> LocalProblem:
+        """Sizes of the kernel calls of one device."""
+        return self.backend.problem
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Collectives of one forward pass."""
+        return self.scheme.collectives(self.problem.shard, self.backend.kv_reductions)
 
     @property
     def fixed_m(self) -> bool:
-        """Whether heads may use a fixed bound in place of their running maximum."""
-        return self.kernel.softmax == "fixed-m"
+        """Returns whether heads may use a fixed bound in place of their running maximum."""
+        return self.backend.softmax is Softmax.FIXED_M
+
+    @property
+    def lossy(self) -> bool:
+        """Returns whether products are rounded below the precision of the inputs."""
+        return self.backend.precision is Precision.FP8
 
     def __call__(
         self,
         q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
         kv_mask: Bool[Array, "B T"] | None = None,
     ) -> Float[Array, "B S N H"]:
-        """softmax(q k^T / sqrt(H)) v over the keys that count; a row without keys is zero."""
+        """Returns softmax(q k^T / sqrt(H)) v over the attended keys; a row without keys is zero."""
         self._check(q, k, v, kv_mask)
-        if AxisType.Explicit not in self.mesh.axis_types:
-            return self._run(q, k, v, kv_mask)
-        return jax.sharding.auto_axes(
-            self._run, axes=self.mesh.axis_names, out_sharding=self._out_spec(q.shape[1])
-        )(q, k, v, kv_mask)
-
-    def of_columns(self, q: Columns, k: Columns, v: Columns) -> Float[Array, "B S D"]:
-        """The attention of the heads that columns stand for, as columns."""
-        padded = q.values.shape[1] == self.padded_q_len and k.values.shape[1] == self.padded_kv_len
-        if not (self.fused and padded):
-            width = self.problem.head_dim
-            return as_columns(self(heads_of(q, width), heads_of(k, width), heads_of(v, width)))
-        q_spec, kv_spec = self.geometry.q_spec, self.geometry.kv_spec
-        return self._mapped(
-            functools.partial(attend_columns, self),
-            (placement(q, q_spec), placement(k, kv_spec), placement(v, kv_spec)),
-        )(q, k, v)
-
-    def fast_heads(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        kv_mask: Bool[Array, "B T"] | None = None,
-    ) -> Int[Array, ""]:
-        """How many (batch, head) pairs pass the gate of fixed-m softmax with all their queries.
-
-        The rest, out of batch x heads, run online; without fixed-m no pair is fast.
-        """
-        self._check(q, k, v, kv_mask)
-        count = functools.partial(count_fast_heads, self.kernel, self.problem.kv_len)
         if AxisType.Explicit in self.mesh.axis_types:
-            everywhere = PartitionSpec()
-            count = jax.sharding.auto_axes(
-                count, axes=self.mesh.axis_names, out_sharding=everywhere
-            )
-        return count(q, k, v, kv_mask)
-
-    def _run(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        kv_mask: Bool[Array, "B T"] | None,
-    ) -> Float[Array, "B S N H"]:
-        q_len, shared_by = q.shape[1], self.problem.heads_per_key_head
-        if shared_by > 1:
-            # Exchanges split and fold q, k and v alike, so that every query head brings its keys.
-            k, v = (jnp.repeat(part, shared_by, axis=2) for part in (k, v))
+            out_spec = self._out_spec(q.shape[1])
+            plan = replace(self, mesh=Mesh(self.mesh.devices, self.mesh.axis_names))
+            return self._auto_axes(plan, out_spec)(q, k, v, kv_mask)
+        problem, scheme, q_len = self.problem, self.scheme, q.shape[1]
+        q, k, v = checkpoint_name(q, Q_NAME), checkpoint_name(k, K_NAME), checkpoint_name(v, V_NAME)
+        if problem.heads_per_key_head > 1:
+            # Collectives split and fold q, k and v alike, so every query head brings its keys.
+            k, v = (jnp.repeat(part, problem.heads_per_key_head, axis=2) for part in (k, v))
         q = pad_length(q, 1, self.padded_q_len)
         k, v = (pad_length(part, 1, self.padded_kv_len) for part in (k, v))
         if kv_mask is not None:
             kv_mask = pad_length(kv_mask, 1, self.padded_kv_len)
-        if isinstance(self.exchange, ByXla):
-            out = self.exchange.run(q, k, v, kv_mask, self.geometry)
+        if scheme.partitioning is Partitioning.AUTO:
+            out = scheme.attend(q, k, v, kv_mask=self._kv_mask(kv_mask), backend=self.backend)
         else:
-            out = self._on_devices(q, k, v, kv_mask)
+            # Heads enter shard_map as columns: [S, N*H] is how projections write and read them,
+            # and a [N, H] tile of few heads would be padded.
+            q, k, v = (merge_heads(part) for part in (q, k, v))
+            specs = [columns_spec(spec) for spec in (problem.q_spec, problem.kv_spec)]
+            run = self._shard_map(
+                self._attend_shard, (specs[0], specs[1], specs[1], problem.mask_spec)
+            )
+            out = split_heads(run(q, k, v, kv_mask), problem.head_dim)
         if kv_mask is not None:
-            real = kv_mask[:, : self.problem.kv_len].any(axis=1)
-            out = jnp.where(real[:, None, None, None], out, 0)
-        return out[:, :q_len]
+            attended = kv_mask[:, : problem.kv_len].any(axis=1)
+            out = jnp.where(attended[:, None, None, None], out, 0)
+        named: Array = checkpoint_name(out[:, :q_len], OUT_NAME)
+        return named
 
-    def _on_devices(
+    def _attend_shard(
+        self,
+        q: Float[Array, "B S _"],
+        k: Float[Array, "B T _"],
+        v: Float[Array, "B T _"],
+        mask: Bool[Array, "B _"] | None,
+    ) -> Float[Array, "B S _"]:
+        """Returns the attention of the shards of one device."""
+        q, k, v = (split_heads(part, self.problem.head_dim) for part in (q, k, v))
+        kv_mask = self._kv_mask(mask)
+        return merge_heads(self.scheme.attend(q, k, v, kv_mask=kv_mask, backend=self.backend))
+
+    def attend_projected(
+        self, q: ProjectedHeads, k: ProjectedHeads, v: ProjectedHeads
+    ) -> Float[Array, "B S D"]:
+        """Returns the attention of padded projections whose qk-norm and RoPE are pending."""
+        arrays, tree = jax.tree.flatten((q, k, v))
+        specs = (
+            *pending_specs(q, self.problem.q_spec),
+            *pending_specs(k, self.problem.kv_spec),
+            *pending_specs(v, self.problem.kv_spec),
+        )
+        local = functools.partial(self._attend_projected_shard, tree)
+        return self._shard_map(local, specs)(*arrays)
+
+    def _attend_projected_shard(
+        self, tree: jax.tree_util.PyTreeDef, *arrays: Array
+    ) -> Float[Array, "B S _"]:
+        """Returns the attention of the projections of one device, in a few passes over them."""
+        q, k, v = jax.tree.unflatten(tree, arrays)
+        head_dim, scheme = self.problem.head_dim, self.scheme
+        batch, _, width = q.values.shape
+        layout = scheme.layout(batch, width // head_dim)
+        settings: dict[str, Any] = {"head_dim": head_dim, "interpret": self.backend.interpret}
+        with jax.named_scope("rope"):
+            queries = qk_norm_rope_scatter(q, layout.queries, order=layout.order, **settings)
+            keys, values = (qk_norm_rope_scatter(part, layout.keys, **settings) for part in (k, v))
+        out = scheme.attend_scattered(
+            queries, keys, values, kv_mask=self._kv_mask(), backend=self.backend
+        )
+        with jax.named_scope(COLLECTIVE_SCOPE):
+            return gather_heads(out, layout.queries, order=layout.order, **settings)
+
+    def fixed_m_eligible_heads(
         self,
         q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        kv_mask: Bool[Array, "B T"] | None,
-    ) -> Float[Array, "B S N H"]:
-        assert not isinstance(self.exchange, ByXla)
-        exchange, kernel, geometry = self.exchange, self.kernel, self.geometry
-        width = geometry.problem.head_dim
+        k: Float[Array, "B T K H"],
+        v: Float[Array, "B T K H"],
+        kv_mask: Bool[Array, "B T"] | None = None,
+    ) -> Int[Array, ""]:
+        """Returns how many (batch, head) pairs pass the gate of fixed-m softmax.
 
-        def local(q: Array, k: Array, v: Array, mask: Array | None) -> Array:
-            keys = GlobalKeys(
-                true_length=geometry.problem.kv_len,
-                padded_length=geometry.padded_kv_len,
-                mask=mask,
-            )
-            q, k, v = (as_heads(part, width) for part in (q, k, v))
-            return as_columns(exchange(q, k, v, keys, kernel))
+        The others, out of batch x heads, run online; without fixed-m no pair passes.
+        """
+        self._check(q, k, v, kv_mask)
+        count = functools.partial(count_fixed_m_eligible_heads, self.backend, self.problem.kv_len)
+        if AxisType.Explicit in self.mesh.axis_types:
+            return self._auto_axes(count, PartitionSpec())(q, k, v, kv_mask)
+        return count(q, k, v, kv_mask)
 
-        # Heads cross the border as columns: [S, N*H] is how projections write and read them, and a
-        # [N, H] tile of few heads would be padded.
-        specs = [columns_spec(spec) for spec in (geometry.q_spec, geometry.kv_spec)]
-        run = self._mapped(local, (specs[0], specs[1], specs[1], geometry.mask_spec))
-        out = run(as_columns(q), as_columns(k), as_columns(v), kv_mask)
-        return as_heads(out, width)
+    def _kv_mask(self, mask: Bool[Array, "B T"] | None = None) -> KVMask:
+        return KVMask(true_length=self.problem.kv_len, padded_length=self.padded_kv_len, mask=mask)
 
-    def _mapped(self, local: Callable[..., Array], specs: tuple[Any, ...]) -> Callable[..., Array]:
-        """`local` on the columns of every device.
+    def _auto_axes(
+        self, function: Callable[..., Array], out_spec: PartitionSpec
+    ) -> Callable[..., Array]:
+        """Returns `function` with the axes of an explicit mesh left to the compiler."""
+        axes = self.mesh.axis_names
+        run: Callable[..., Array] = jax.sharding.auto_axes(
+            function, axes=axes, out_sharding=out_spec
+        )
+        return run
+
+    def _shard_map(
+        self, local: Callable[..., Array], in_specs: tuple[Any, ...]
+    ) -> Callable[..., Array]:
+        """Returns `local` on the shards of every device.
 
         Pallas calls carry no replication types, so shard_map cannot check them.
         """
@@ -165,8 +239,8 @@ class AttentionPlan:
         return jax.shard_map(
             local,
             mesh=None if inside_set_mesh else self.mesh,
-            in_specs=specs,
-            out_specs=columns_spec(self.geometry.q_spec),
+            in_specs=in_specs,
+            out_specs=columns_spec(self.problem.q_spec),
             check_vma=False,
         )
 
@@ -193,56 +267,204 @@ class AttentionPlan:
             )
 
     def _out_spec(self, q_len: int) -> PartitionSpec:
-        spec = self.geometry.q_spec
+        spec = self.problem.q_spec
         if q_len == self.padded_q_len:
             return spec
         return PartitionSpec(spec[0], None, *spec[2:])
 
     def describe(self) -> str:
-        """What runs, and what it costs, in a few lines."""
-        from maxdiffusion.attention.description import describe_plan
+        """Returns the lines of the start-up report: what runs, and what it costs."""
+        problem, local, backend = self.problem, self.local, self.backend
+        pairs = " + ".join(str(local.batch * heads) for heads in local.heads)
+        sent = sum(collective.bytes for collective in self.collectives)
+        lines = [
+            f"attention {self.name}{self._reason()}",
+            f"context parallel: {self.scheme.title()}; {sent / 2**20:.2f} MiB sent per device",
+            f"kernel: {backend.title}, {backend.softmax_title} softmax; {pairs} (batch, head) "
+            f"pairs x {local.q_len} queries x {local.kv_len} keys a call",
+            *backend.details(),
+            "fused qk-norm + RoPE + head layout" if self.fused else "",
+            f"queries: {describe_padding(self.padded_q_len, problem.q_len)}; "
+            f"keys: {describe_padding(self.padded_kv_len, problem.kv_len)}",
+            self.scheme.padding(problem.shard),
+            self._repeated_heads(),
+            "" if backend.differentiable else "forward only: this kernel has no gradient",
+        ]
+        return "\n  ".join(line for line in lines if line)
 
-        return describe_plan(self)
+    def _reason(self) -> str:
+        """Returns which mode runs and why, where `flash_min_seq_length` matters."""
+        if not self.note:
+            return ""
+        return f" runs as {self.runs}: {self.note}" if self.runs != self.name else f": {self.note}"
+
+    def _repeated_heads(self) -> str:
+        repeats = self.problem.heads_per_key_head
+        if repeats == 1:
+            return ""
+        return (
+            f"key heads: {self.problem.key_heads}, each repeated for {repeats} query heads "
+            "before any collective"
+        )
 
 
-def attend_columns(plan: AttentionPlan, q: Columns, k: Columns, v: Columns) -> Array:
-    """The attention of one device's columns, in a few passes over them."""
-    assert not isinstance(plan.exchange, ByXla)
-    exchange, kernel, width = plan.exchange, plan.kernel, plan.problem.head_dim
-    batch, _, columns = q.values.shape
-    places = exchange.places(batch, columns // width)
-    settings: dict[str, Any] = {"head_dim": width, "interpret": kernel.site.interpret}
-    keys = GlobalKeys(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
-    with jax.named_scope("rope"):
-        queries = place_heads(q, places.queries, order=places.order, **settings)
-        placed = [place_heads(part, places.keys, **settings) for part in (k, v)]
-    out = exchange.of_placed(queries, placed[0], placed[1], keys, kernel)
-    with jax.named_scope("exchange"):
-        return join_heads(out, places.queries, order=places.order, **settings)
+def pending_specs(pending: ProjectedHeads, spec: PartitionSpec) -> list[PartitionSpec]:
+    """Returns the specs of the arrays of a projection, in its order, given that of its heads."""
+    specs = [columns_spec(spec)]
+    if pending.gain is not None:
+        specs.append(PartitionSpec())
+    if pending.cosines is not None:
+        specs += [PartitionSpec(spec[1], None)] * 2
+    return specs
 
 
-def placement(columns: Columns, spec: PartitionSpec) -> Columns:
-    """Where every part of `columns` lies, given where their heads do."""
-    turn = None if columns.cosines is None else PartitionSpec(spec[1], None)
-    specs: dict[str, Any] = {
-        "values": columns_spec(spec),
-        "gain": None if columns.gain is None else PartitionSpec(),
-        "cosines": turn,
-        "sines": turn,
-    }
-    return replace(columns, **specs)
-
-
-def as_columns(x: Float[Array, "B S N H"]) -> Float[Array, "B S D"]:
-    """Heads side by side in one row per token."""
+def merge_heads(x: Float[Array, "B S N H"]) -> Float[Array, "B S _"]:
+    """Returns the heads of a token side by side."""
     return x.reshape(*x.shape[:2], -1)
 
 
-def as_heads(x: Float[Array, "B S D"], width: int) -> Float[Array, "B S N H"]:
-    """The inverse of `as_columns`."""
-    return x.reshape(*x.shape[:2], -1, width)
+def split_heads(x: Float[Array, "B S _"], head_dim: int) -> Float[Array, "B S N H"]:
+    """Returns the inverse of `merge_heads`."""
+    return x.reshape(*x.shape[:2], -1, head_dim)
 
 
 def columns_spec(spec: PartitionSpec) -> PartitionSpec:
-    """Where columns lie whose heads lie as `spec` says."""
+    """Returns the spec of merged heads, given that of heads."""
     return PartitionSpec(*spec[:3])
+
+
+def describe_padding(padded: int, real: int) -> str:
+    """Returns a padded size, the real one and the share of padding."""
+    return f"{padded} for {real} ({(padded - real) / padded:.1%} padding)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockAttention:
+    """The attentions of a transformer block: over its own tokens, and over a text."""
+
+    self_attention: AttentionPlan
+    cross_attention: Attention
+
+    def describe(self) -> str:
+        """Returns the start-up report of both."""
+        return (
+            f"self-attention: {self.self_attention.describe()}\n"
+            f"cross-attention: {self.cross_attention.describe()}"
+        )
+
+
+def plan_attention(
+    name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
+) -> AttentionPlan:
+    """Returns the plan of `name` for tokens that attend to tokens of the same split sequence."""
+    options = options or AttentionOptions()
+    runs, note = _runs_as(name, problem, options)
+    problem = problem.on_mesh(mesh)
+    op = ATTENTION_OPS[runs]
+    scheme = op.scheme.for_mesh(problem, options)
+    backend = op.self_backend(scheme.local_problem(problem.shard), options)
+    return _checked(
+        AttentionPlan(
+            name=name,
+            runs=runs,
+            note=note,
+            problem=problem,
+            mesh=mesh,
+            scheme=scheme,
+            backend=backend,
+            fused=_fuses(scheme, backend, problem, mesh),
+        )
+    )
+
+
+def plan_cross_attention(
+    name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
+) -> AttentionPlan:
+    """Returns the plan of `name` for split tokens that attend to a replicated text."""
+    options = options or AttentionOptions()
+    runs, note = _runs_as(name, problem, options)
+    problem = problem.on_mesh(mesh, replicated_kv=True)
+    op = ATTENTION_OPS[runs]
+    scheme = op.scheme.for_replicated_kv(problem, options)
+    backend = op.cross_backend(scheme.local_problem(problem.shard), options)
+    return _checked(
+        AttentionPlan(
+            name=name,
+            runs=runs,
+            note=note,
+            problem=problem,
+            mesh=mesh,
+            scheme=scheme,
+            backend=backend,
+            fused=_fuses(scheme, backend, problem, mesh),
+        )
+    )
+
+
+def with_gradient(plan: AttentionPlan) -> AttentionPlan:
+    """Returns the plan, if it can be trained through; raises with the names that can."""
+    if plan.backend.differentiable:
+        return plan
+    forward_only = Problem(
+        name="attention",
+        value=plan.name,
+        rule=f"{plan.backend.title} has no gradient",
+        remedy=f"Train with one of {', '.join(differentiable_names())}",
+    )
+    raise UnsupportedAttention(plan.name, [forward_only])
+
+
+def _op(name: str) -> AttentionOp:
+    if name in ATTENTION_OPS:
+        return ATTENTION_OPS[name]
+    near = difflib.get_close_matches(name, ATTENTION_OPS, n=1)
+    hint = f"Did you mean {near[0]!r}? " if near else ""
+    unknown = Problem(
+        name="attention",
+        value=name,
+        rule="no attention has this name",
+        remedy=f"{hint}The names are {', '.join(ATTENTION_OPS)}",
+    )
+    raise UnsupportedAttention(name, [unknown])
+
+
+def _runs_as(name: str, problem: AttentionProblem, options: AttentionOptions) -> tuple[str, str]:
+    """Returns the name that runs, and the role of `flash_min_seq_length` in that, if any."""
+    op, limit = _op(name), options.flash_min_seq_length
+    shortest = min(problem.q_len, problem.kv_len)
+    if shortest >= limit or op is ATTENTION_OPS[DOT_PRODUCT]:
+        return name, ""
+    note = f"{shortest} tokens are fewer than flash_min_seq_length={limit}"
+    if op.dense_below_min_seq_length:
+        return DOT_PRODUCT, note
+    return name, f"{note}, to which this name is not held"
+
+
+def _checked(plan: AttentionPlan) -> AttentionPlan:
+    found = Collector()
+    with found:
+        plan.problem.check()
+    with found:
+        plan.backend.check()
+    if found.problems:
+        raise UnsupportedAttention(plan.name, found.problems)
+    return plan
+
+
+def _fuses(
+    scheme: ContextParallel, backend: AnyBackend, problem: AttentionProblem, mesh: Mesh
+) -> bool:
+    """Returns whether one kernel can do qk-norm, RoPE and the head layout.
+
+    That kernel has no gradient, needs all heads of a token at once, as many of keys as of queries,
+    and takes head widths of whole lanes.
+    """
+    return (
+        problem.platform == "tpu"
+        and scheme.partitioning is Partitioning.MANUAL
+        and not backend.differentiable
+        and problem.mesh.tensor == 1
+        and problem.heads_per_key_head == 1
+        and problem.head_dim % LANES == 0
+        and AxisType.Explicit not in mesh.axis_types
+    )

@@ -1,24 +1,63 @@
-"""A model in diffusers' folder layout: found, listed and checked before any tensor is read."""
+"""Models in diffusers' folder layout: located, listed and checked before any tensor is read.
 
+    location --locate--> folder --open_model_folder--> configs and weight headers by component
+
+A location is a folder, a hub id (only the files that a run needs are downloaded) or `embedded`.
+`component_digests` compares checkpoints between hosts without reading them whole.
+"""
+
+import hashlib
 import importlib.resources
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.weights.hub import HUB_ID, download
-from maxdiffusion.weights.safetensors_index import StoredWeights, open_weights
+from maxdiffusion.checkpoints.safetensors_io import StoredWeights, open_weights
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+
+HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
+KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+def download(repository: str, components: Sequence[str] | None, *, name: str) -> Path:
+    """Returns the local copy of a hub repository; problems carry the name of the field `name`."""
+    # Slow to import, and not needed for local folders.
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        found = snapshot_download(repository, allow_patterns=patterns(components))
+    except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+        rule = "is neither a folder here nor a hub repository that you may read"
+        remedy = "Check the spelling; for a gated model accept its terms and log in (hf auth login)"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        rule = "is not a folder here, not in the hub's cache, and the hub cannot be reached"
+        remedy = "Unset HF_HUB_OFFLINE or repair the network, or give the path of a local folder"
+    except Exception as error:  # the client does not wrap the errors of its network library
+        rule = f"could not be downloaded ({type(error).__name__}: {error})"
+        remedy = "Try again, or download it by hand and give the path of the folder"
+    else:
+        return Path(found)
+    raise ProblemsFound([Problem(name=name, value=repository, rule=rule, remedy=remedy)])
+
+
+def patterns(components: Sequence[str] | None) -> list[str]:
+    """Returns the file patterns to download; None: those of all components."""
+    if components is None:
+        return list(KINDS)
+    return ["model_index.json", *(f"{part}/{kind}" for part in components for kind in KINDS)]
+
 
 EMBEDDED = "embedded"  # the small model that comes with the package
 MODEL_INDEX = "model_index.json"
 KEY = "pretrained_model_name_or_path"
 CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-# The settings of components that have no weights; all others have config.json.
+TOKENIZER_FOLDER = "tokenizer"
+# Config files of components without weights; all others have config.json.
 SETTINGS: Mapping[str, str] = {
     "scheduler": "scheduler_config.json",
     "image_processor": "preprocessor_config.json",
@@ -28,7 +67,7 @@ SETTINGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFolder:
-    """A checked folder: model_index.json, and config and weights of every component."""
+    """A checked folder: model_index.json, and the config and weights of every component."""
 
     root: Path
     index: Mapping[str, Any]
@@ -37,73 +76,70 @@ class ModelFolder:
 
     @property
     def components(self) -> tuple[str, ...]:
-        """The components that the folder has."""
+        """The names of the opened components."""
         return tuple(self.configs)
 
     def path(self, component: str, file: str) -> Path:
-        """A file of a component."""
+        """Returns the path of a file of a component."""
         return self.root / component / file
 
 
 def open_model_folder(location: str | Path, *, needed: Sequence[str] | None = None) -> ModelFolder:
-    """The model at a folder, hub id or `embedded`; raises everything that is wrong at once."""
-    folder, problems = inspect_model_folder(location, needed=needed)
-    if folder is None or problems:
-        raise ProblemsFound(problems)
-    return folder
+    """Returns the model at a folder, hub id or `embedded`; reads configs and weight headers.
 
-
-def inspect_model_folder(
-    location: str | Path, *, needed: Sequence[str] | None = None
-) -> tuple[ModelFolder | None, tuple[Problem, ...]]:
-    """The model with the `needed` components (None: all that it lists), and all that is wrong."""
-    root, problems = locate(location, needed)
-    if root is None:
-        return None, problems
-    index, problems = _read_json(root / MODEL_INDEX, "Name the folder that holds this file")
-    if index is None:
-        return None, problems
+    `needed` names its components (None: all that it lists). Raises ProblemsFound with everything
+    that is wrong with them.
+    """
+    root = locate(location, needed)
+    index = _read_index(root)
     listed = listed_components(index)
-    wanted = listed if needed is None else tuple(needed)
-    found = [_open_component(root, name, listed) for name in wanted]
-    folder = ModelFolder(
-        root=root,
-        index=index,
-        configs={name: part.config for name, part in zip(wanted, found, strict=True)},
-        weights={
-            name: part.weights
-            for name, part in zip(wanted, found, strict=True)
-            if part.weights is not None
-        },
-    )
-    return folder, tuple(problem for part in found for problem in part.problems)
+    configs: dict[str, Mapping[str, Any]] = {}
+    weights: dict[str, StoredWeights] = {}
+    problems = Collector()
+    for name in listed if needed is None else needed:
+        with problems:
+            _check_component(root, name, listed)
+            with problems:
+                configs[name] = _read_config(root / name)
+            if name not in SETTINGS and name != TOKENIZER_FOLDER:
+                weights[name] = open_weights(root / name)
+    problems.raise_if_any()
+    return ModelFolder(root=root, index=index, configs=configs, weights=weights)
 
 
-def locate(
-    location: str | Path, needed: Sequence[str] | None = None
-) -> tuple[Path | None, tuple[Problem, ...]]:
-    """The local folder of a model; a hub id is downloaded (only the `needed` components)."""
+def read_model_index(location: str | Path) -> Mapping[str, Any]:
+    """Returns the model_index.json of a model; of a hub id only this file is downloaded."""
+    return _read_index(locate(location, ()))
+
+
+def _read_index(root: Path) -> Mapping[str, Any]:
+    return _read_json(root / MODEL_INDEX, "Name the folder that holds this file")
+
+
+def locate(location: str | Path, needed: Sequence[str] | None = None) -> Path:
+    """Returns the local folder of a model; downloads a hub id (only the `needed` components)."""
     if str(location) == EMBEDDED:
-        return Path(str(importlib.resources.files("maxdiffusion") / "assets" / "wan_tiny")), ()
+        return Path(str(importlib.resources.files("maxdiffusion") / "assets" / "wan_tiny"))
     path = Path(location).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir it does not raise inside unreadable folders
-        readable = _readable(path)
-        return (path, ()) if readable else (None, (_not_a_folder(location, "cannot be read"),))
+        if _readable(path):
+            return path
+        raise ProblemsFound([_not_a_folder(location, "cannot be read")])
     if os.path.exists(path):
-        return None, (_not_a_folder(location, "is a file"),)
-    if is_remote(location):
+        raise ProblemsFound([_not_a_folder(location, "is a file")])
+    if is_hub_id(location):
         return download(str(location), needed, name=KEY)
-    return None, (_not_a_folder(location, "does not exist"),)
+    raise ProblemsFound([_not_a_folder(location, "does not exist")])
 
 
-def is_remote(location: str | Path) -> bool:
-    """Whether a model would have to be fetched from the hub."""
+def is_hub_id(location: str | Path) -> bool:
+    """Returns whether a model would be downloaded from the hub."""
     hub_id = isinstance(location, str) and re.fullmatch(HUB_ID, location) is not None
     return hub_id and not os.path.exists(Path(location).expanduser())
 
 
 def listed_components(index: Mapping[str, Any]) -> tuple[str, ...]:
-    """The components that a model_index.json lists and does not set to null."""
+    """Returns the components that a model_index.json lists and does not set to null."""
     return tuple(
         name
         for name, value in index.items()
@@ -111,42 +147,35 @@ def listed_components(index: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Component:
-    config: Mapping[str, Any]
-    weights: StoredWeights | None = None
-    problems: tuple[Problem, ...] = ()
-
-
-def _open_component(root: Path, name: str, listed: Sequence[str]) -> _Component:
-    """One component, with everything that is wrong with it."""
+def _check_component(root: Path, name: str, listed: Sequence[str]) -> None:
+    """Raises ProblemsFound unless the model lists the component and its folder can be read."""
     folder = root / name
     if name not in listed:
-        return _Component(config={}, problems=(_missing(root, name, "is not in model_index.json"),))
+        raise ProblemsFound([_missing(root, name, "is not in model_index.json")])
     if not os.path.isdir(folder):
-        return _Component(config={}, problems=(_missing(root, name, "has no folder"),))
+        raise ProblemsFound([_missing(root, name, "has no folder")])
     if not _readable(folder):
-        rule = "has a folder that cannot be read"
-        return _Component(config={}, problems=(_missing(root, name, rule),))
+        raise ProblemsFound([_missing(root, name, "has a folder that cannot be read")])
+
+
+def _read_config(folder: Path) -> Mapping[str, Any]:
+    """Returns the config of a component; a tokenizer, which is slow to parse, reads its own."""
     remedy = f"Download or copy it into {folder}"
-    if name == "tokenizer":  # left to the tokenizer itself: with 256,384 words it is long to read
-        file = folder / TOKENIZER
-        absent = () if file.is_file() else (_bad_file(file, "is missing", remedy),)
-        return _Component(config={}, problems=absent)
-    config, problems = _read_json(folder / SETTINGS.get(name, CONFIG), remedy)
-    if name in SETTINGS:
-        return _Component(config=config or {}, problems=problems)
-    weights, wrong = open_weights(folder)
-    return _Component(config=config or {}, weights=weights, problems=(*problems, *wrong))
+    if folder.name != TOKENIZER_FOLDER:
+        return _read_json(folder / SETTINGS.get(folder.name, CONFIG), remedy)
+    file = folder / TOKENIZER
+    if not file.is_file():
+        raise ProblemsFound([_bad_file(file, "is missing", remedy)])
+    return {}
 
 
 def _readable(folder: Path) -> bool:
-    """Whether this user may list a folder and open what is in it."""
+    """Returns whether this user may list a folder and open its files."""
     return os.access(folder, os.R_OK | os.X_OK)
 
 
-def _read_json(file: Path, remedy: str) -> tuple[Mapping[str, Any] | None, tuple[Problem, ...]]:
-    """The JSON object in a file, or why there is none."""
+def _read_json(file: Path, remedy: str) -> Mapping[str, Any]:
+    """Returns the JSON object in a file."""
     try:
         content = json.loads(file.read_bytes())
     except FileNotFoundError:
@@ -157,9 +186,9 @@ def _read_json(file: Path, remedy: str) -> tuple[Mapping[str, Any] | None, tuple
         rule = f"must be JSON ({error})"
     else:
         if isinstance(content, dict):
-            return content, ()
+            return content
         rule = f"must hold a JSON object, not a {type(content).__name__}"
-    return None, (_bad_file(file, rule, remedy),)
+    raise ProblemsFound([_bad_file(file, rule, remedy)])
 
 
 def _bad_file(file: Path, rule: str, remedy: str) -> Problem:
@@ -182,3 +211,38 @@ def _missing(root: Path, component: str, rule: str) -> Problem:
         rule=f"{rule}, and this model needs it",
         remedy="Download the whole model, or name a model that has this component",
     )
+
+
+SAMPLES, SAMPLE_BYTES = 16, 4096
+SMALL_BYTES = 64 << 20  # files up to this size are read whole: configs, tokenizers, small models
+
+
+def component_digests(folder: ModelFolder) -> dict[str, str]:
+    """Returns a short digest of the files of each component.
+
+    Large files enter by their size, header and samples of their content: hashing 28 GB on every
+    host before each run would take longer than loading it.
+    """
+    return {
+        f"checkpoint {name}": _digest(
+            file for file in sorted((folder.root / name).rglob("*")) if file.is_file()
+        )
+        for name in folder.components
+    }
+
+
+def _digest(files: Iterable[Path]) -> str:
+    digest = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= SMALL_BYTES:
+                digest.update(stream.read())
+                continue
+            # The first bytes hold the header, which lists all tensors.
+            digest.update(stream.read(1 << 20))
+            for piece in range(SAMPLES):
+                stream.seek((size - SAMPLE_BYTES) * piece // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()[:16]

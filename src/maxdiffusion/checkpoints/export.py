@@ -1,4 +1,4 @@
-"""Parameters written back as a component's folder in diffusers' layout."""
+"""Writes parameters back as a component folder in diffusers' layout."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,18 +11,22 @@ import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.weights.atomic import new_folder
-from maxdiffusion.weights.checkpoint_map import CheckpointMap, Entry
-from maxdiffusion.weights.matching import dotted
-from maxdiffusion.weights.safetensors_file import FLOAT_DTYPES
-from maxdiffusion.weights.safetensors_index import INDEX_SUFFIX, STEMS
-from maxdiffusion.weights.safetensors_writer import TensorToWrite, write_file
+from maxdiffusion.checkpoints.safetensors_io import (
+    FLOAT_DTYPES,
+    INDEX_SUFFIX,
+    STEMS,
+    TensorToWrite,
+    write_file,
+)
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.models.abstract import values_of
+from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry
+from maxdiffusion.runtime.files import new_folder
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
-    """The type of the stored numbers (None: as they are), the size of files, and their name."""
+    """Options of an export: stored dtype (None: unchanged), file size limit and file name."""
 
     dtype: np.dtype | None = None
     max_file_bytes: int = 10 * 1000**3  # diffusers' own limit
@@ -44,9 +48,9 @@ def export_component(
     config: Mapping[str, Any],
     options: ExportOptions | None = None,
 ) -> None:
-    """Writes config.json and the weights into a new `folder`; it appears whole or not at all.
+    """Writes config.json and the weights into a new `folder`, which appears when it is complete.
 
-    With several processes the first writes, and the others call `help_export`.
+    With several processes the first one writes, and the others call `help_export`.
     """
     options = options or ExportOptions()
     if folder.exists():
@@ -58,7 +62,7 @@ def export_component(
 
 
 def help_export(state: nnx.State, table: CheckpointMap) -> None:
-    """What the processes beside the first do in `export_component`: they hand in what they hold."""
+    """Sends this process's shards to the first process, which runs `export_component`."""
     for tensor in _tensors(state, table, ExportOptions()):
         tensor.values()
 
@@ -66,8 +70,8 @@ def help_export(state: nnx.State, table: CheckpointMap) -> None:
 def _tensors(
     state: nnx.State, table: CheckpointMap, options: ExportOptions
 ) -> Iterator[TensorToWrite]:
-    """Every checkpoint tensor, in the order of the table."""
-    parameters = {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    """Yields every checkpoint tensor, in the order of the table."""
+    parameters = values_of(state)
     differing = sorted(set(parameters) ^ set(table.parameters))
     assert not differing, f"model and checkpoint map differ in {differing}"
     for entry in table.entries:
@@ -83,7 +87,7 @@ def _tensors(
 
 @dataclass(frozen=True, kw_only=True)
 class _Values:
-    """Fetches one tensor from the devices when it is written."""
+    """Fetches one tensor from the devices at the time it is written."""
 
     entry: Entry
     parameter: jax.Array
@@ -97,7 +101,7 @@ class _Values:
 
 
 def _groups(tensors: Iterable[TensorToWrite], max_bytes: int) -> Iterator[list[TensorToWrite]]:
-    """Runs of tensors that fit into a file; a tensor that alone is larger has its own."""
+    """Yields runs of tensors that fit into a file; a larger tensor has its own."""
     group: list[TensorToWrite] = []
     for tensor in tensors:
         if group and sum(held.size for held in group) + tensor.size > max_bytes:
@@ -108,7 +112,7 @@ def _groups(tensors: Iterable[TensorToWrite], max_bytes: int) -> Iterator[list[T
 
 
 def _write_files(folder: Path, groups: list[list[TensorToWrite]], stem: str) -> None:
-    """One file, or numbered files and their index."""
+    """Writes one file, or numbered files and their index."""
     if len(groups) == 1:
         write_file(folder / f"{stem}.safetensors", groups[0])
         return
@@ -126,6 +130,6 @@ def _exists(folder: Path) -> Problem:
     return Problem(
         name="export folder",
         value=str(folder),
-        rule="exists already, and exports do not overwrite",
+        rule="exists already, and an export does not overwrite",
         remedy="Name a new folder, or remove this one",
     )

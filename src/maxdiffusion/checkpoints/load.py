@@ -1,16 +1,16 @@
 """Strict, streaming loads: each process reads only the slices that its devices hold.
 
-    stored tensors --match--> parameters --plan--> reads --threads--> buffers --> jax arrays
+    stored tensors --match--> parameters --read plan--> reads --threads--> buffers --> jax arrays
 
-What several processes hold is read by one of them and spread (`spreading.py`). Everything that is
-wrong with names and shapes is raised at once before a tensor is read. Reads are a few megabytes
-each, so the host holds that much per thread beside the parameters themselves.
+Parameters that several processes hold are read once in the job and then sent to the others
+(`device_buffers`). All problems of names and shapes are raised before a tensor is read. A read is a
+few megabytes, so the host needs that much per thread in addition to the parameters.
 """
 
 import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -21,20 +21,194 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, Sharding, SingleDeviceSharding
 
-from maxdiffusion.mesh import parameter_sharding
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.checkpoint_map import CheckpointMap
-from maxdiffusion.weights.matching import Match, match_parameters
-from maxdiffusion.weights.placing import (
+from maxdiffusion.checkpoints.device_buffers import (
     DeviceBuffer,
     HostBuffer,
     ParameterBuffers,
+    Route,
+    Way,
+    all_gather_parts,
+    broadcast_arrays,
     held_elements,
+    route,
 )
-from maxdiffusion.weights.reading import FileReader
-from maxdiffusion.weights.reads import Read, parameter_reads
-from maxdiffusion.weights.safetensors_index import StoredWeights
-from maxdiffusion.weights.spreading import Route, Way, route, spread_from_first, spread_parts
+from maxdiffusion.checkpoints.safetensors_io import (
+    FLOAT_DTYPES,
+    Box,
+    FileReader,
+    StoredTensor,
+    StoredWeights,
+    TensorReader,
+    extents,
+    intersect,
+    slices_within,
+    volume,
+)
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.mesh import parameter_sharding
+from maxdiffusion.models.abstract import dotted
+from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry, Transform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """A parameter (an abstract variable) and the stored tensors that it is made of."""
+
+    path: tuple[Any, ...]
+    variable: nnx.Variable
+    entry: Entry
+    sources: tuple[StoredTensor, ...]
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """The names of the dimensions; a parameter without them is replicated."""
+        return tuple(self.variable.get_metadata().get("dims", ()))
+
+
+def match_parameters(
+    stored: StoredWeights, table: CheckpointMap, abstract: nnx.State
+) -> list[Match]:
+    """Returns the sources of every parameter.
+
+    Raises ProblemsFound with all tensors that are missing, unexpected or of another shape.
+    """
+    variables = {dotted(path): (path, value) for path, value in nnx.to_flat_state(abstract)}
+    differing = sorted(set(variables) ^ set(table.parameters))
+    assert not differing, f"model and checkpoint map differ in {differing}"
+    tensors, unexpected = _by_canonical_name(stored, table)
+    problems = Collector([_unexpected(stored, name) for name in unexpected])
+    matches = []
+    for entry in table.entries:
+        path, variable = variables[entry.parameter]
+        assert not entry.stacked or variable.shape[0] == table.layers, (entry, variable.shape)
+        shape, names = entry.source_shape(variable.shape), entry.sources(table.layers)
+        for name in names:
+            with problems:
+                _check_tensor(stored, name, tensors.get(name), shape)
+        found = tuple(tensors[name] for name in names if name in tensors)
+        matches.append(Match(path=path, variable=variable, entry=entry, sources=found))
+    problems.raise_if_any()
+    return matches
+
+
+def _by_canonical_name(
+    stored: StoredWeights, table: CheckpointMap
+) -> tuple[Mapping[str, StoredTensor], list[str]]:
+    """Returns the tensors that the map knows, under its names, and the unexpected names."""
+    known = {name for entry in table.entries for name in entry.sources(table.layers)}
+    tensors: dict[str, StoredTensor] = {}
+    unexpected = []
+    for name, tensor in stored.tensors.items():
+        canonical = table.canonical(name)
+        if canonical not in known:
+            if not table.ignores(name):
+                unexpected.append(name)
+        elif name == canonical or canonical not in tensors:
+            # A tied tensor may be stored under both of its names: prefer the one in the map.
+            tensors[canonical] = tensor
+    return tensors, unexpected
+
+
+def _check_tensor(
+    stored: StoredWeights, name: str, tensor: StoredTensor | None, shape: tuple[int, ...]
+) -> None:
+    """Raises ProblemsFound unless a parameter of `shape` can be made of the tensor."""
+    if tensor is None:
+        value, rule = "missing", f"the model needs it, with shape {list(shape)}"
+    elif tensor.shape != shape:
+        value, rule = "mis-shaped", f"must have shape {list(shape)}, found {list(tensor.shape)}"
+    elif tensor.dtype not in FLOAT_DTYPES:
+        value, rule = tensor.dtype, f"must be one of {', '.join(FLOAT_DTYPES)}"
+    else:
+        return
+    raise ProblemsFound([_problem(stored, name, value, rule)])
+
+
+def _unexpected(stored: StoredWeights, name: str) -> Problem:
+    shape = list(stored.tensors[name].shape)
+    rule = f"the model has no such parameter (shape {shape})"
+    return _problem(stored, name, "unexpected", rule)
+
+
+def _problem(stored: StoredWeights, name: str, value: str, rule: str) -> Problem:
+    return Problem(
+        name=f"{stored.folder.name}: {name}",
+        value=value,
+        rule=rule,
+        remedy="Use weights and config.json of the same model",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """Reads one box of a stored tensor into the box of the parameter that it becomes."""
+
+    tensor: StoredTensor
+    tensor_box: Box
+    transform: Transform
+    stacked: bool
+    target: ParameterBuffers
+    target_box: Box
+    region: Box  # the wanted part of the target box
+
+    @property
+    def size(self) -> int:
+        """The bytes to read."""
+        return volume(self.tensor_box) * self.tensor.float_dtype.itemsize
+
+    def run(self, reader: TensorReader) -> int:
+        """Reads the values, rearranges them and puts them into the buffers; returns their bytes."""
+        source = reader.read(self.tensor, self.tensor_box)
+        values = self.transform.apply(source)
+        values = values[None] if self.stacked else values
+        wanted = intersect(self.target_box, self.region)
+        assert wanted is not None, (self.target_box, self.region)
+        self.target.put(wanted, values[slices_within(wanted, self.target_box)])
+        return self.size
+
+
+def read_plan(match: Match, target: ParameterBuffers, read_bytes: int) -> Iterator[Read]:
+    """Yields every read that a parameter needs in this process."""
+    transform, stacked = match.entry.transform, match.entry.stacked
+    for region in target.regions():
+        layers, box = (region[0], region[1:]) if stacked else ((0, 1), region)
+        for layer in range(*layers):
+            tensor = match.sources[layer]
+            lead = ((layer, layer + 1),) if stacked else ()
+            for part in _parts(transform, box, tensor, read_bytes):
+                yield Read(
+                    tensor=tensor,
+                    tensor_box=_tensor_box(transform, part),
+                    transform=transform,
+                    stacked=stacked,
+                    target=target,
+                    target_box=(*lead, *part),
+                    region=region,
+                )
+
+
+def _tensor_box(transform: Transform, box: Box) -> Box:
+    """Returns the box of the stored tensor that becomes `box` of the parameter (or of a layer)."""
+    dimensions = transform.dimensions(len(box))
+    return tuple((0, 1) if dimension is None else box[dimension] for dimension in dimensions)
+
+
+def _parts(transform: Transform, box: Box, tensor: StoredTensor, read_bytes: int) -> Iterator[Box]:
+    """Yields `box`, widened to whole units, in reads cut along the file's slowest dimension."""
+    if not box:
+        yield box
+        return
+    unit, (start, stop) = transform.unit, box[-1]
+    box = (*box[:-1], (start // unit * unit, -(-stop // unit) * unit))
+    dimensions = [d for d in transform.dimensions(len(box)) if d is not None]
+    cut = next((d for d in dimensions if extents(box)[d] > 1), dimensions[0])
+    start, stop = box[cut]
+    row_bytes = volume(box) // (stop - start) * tensor.float_dtype.itemsize
+    grain = unit if cut == len(box) - 1 else 1
+    step = max(grain, read_bytes // row_bytes // grain * grain)
+    for first in range(start, stop, step):
+        yield (*box[:cut], (first, min(first + step, stop)), *box[cut + 1 :])
+
 
 READ_BYTES = 4 << 20
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -42,7 +216,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 @dataclass(frozen=True, kw_only=True)
 class ComponentSource:
-    """What a component is loaded from, and the abstract parameters that it becomes."""
+    """The stored weights of a component, its checkpoint map and its abstract parameters."""
 
     stored: StoredWeights
     table: CheckpointMap
@@ -51,7 +225,7 @@ class ComponentSource:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadReport:
-    """What a load cost this process."""
+    """Bytes and seconds that a load cost this process."""
 
     bytes_read: int
     bytes_needed: int  # of the slices that its devices hold, each once, as stored
@@ -59,18 +233,19 @@ class LoadReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """The speed of the load."""
+        """The rate of the load."""
         return self.bytes_read / 1e9 / self.seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """How a load runs; the defaults suit local disks and network file systems."""
+    """Options of a load; the defaults suit local disks and network file systems."""
 
     threads: int = min(32, 2 * (os.cpu_count() or 1))
     read_bytes: int = READ_BYTES
     buffer: type[HostBuffer] | type[DeviceBuffer] | None = None  # None: by the kind of the devices
-    small_bytes: int = 4 << 20  # up to so many are not worth a program of their own to spread
+    small_bytes: int = 4 << 20  # parameters up to this size are sent together by one process
+    reader: Callable[[], TensorReader] = FileReader
 
     def __post_init__(self) -> None:
         if self.small_bytes < 0:
@@ -81,7 +256,7 @@ class LoadOptions:
 
 
 class _Slot(NamedTuple):
-    """A parameter and the buffers that it is loaded into."""
+    """A parameter and the buffers that it is read into."""
 
     match: Match
     route: Route
@@ -89,7 +264,7 @@ class _Slot(NamedTuple):
 
     @property
     def bytes_needed(self) -> int:
-        """The stored bytes of what this process holds, whoever reads them."""
+        """The stored bytes of the slices that this process holds, whichever process reads them."""
         stored = sum(tensor.float_dtype.itemsize for tensor in self.match.sources)
         held = held_elements(self.route.final, self.match.variable.shape)
         return held // len(self.match.sources) * stored
@@ -102,7 +277,7 @@ def load_parameters(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[nnx.State, LoadReport]:
-    """The parameters of one component, placed on the mesh (None: one device)."""
+    """Returns the parameters of one component on the mesh (None: one device), and the cost."""
     states, report = load_components({"": source}, mesh=mesh, options=options, progress=progress)
     return states[""], report
 
@@ -114,14 +289,14 @@ def load_components(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, nnx.State], LoadReport]:
-    """The parameters of several components, loaded side by side, and what it cost."""
+    """Returns the parameters of several components, loaded concurrently, and the cost."""
     options = options or LoadOptions()
     began = time.perf_counter()
     slots = {
         name: [_slot(match, mesh, options) for match in matches]
         for name, matches in match_components(sources).items()
     }
-    with FileReader() as reader:
+    with options.reader() as reader:
         _run([_plan(found, options) for found in slots.values()], reader, options, progress)
         bytes_read = reader.bytes_read
     arrays = _finished([slot for found in slots.values() for slot in found])
@@ -135,19 +310,18 @@ def load_components(
 
 
 def match_components(sources: Mapping[str, ComponentSource]) -> dict[str, list[Match]]:
-    """Stored tensors for every parameter of all components; raises everything that is wrong."""
-    found = {
-        name: match_parameters(source.stored, source.table, source.abstract)
-        for name, source in sources.items()
-    }
-    problems = [problem for _, wrong in found.values() for problem in wrong]
-    if problems:
-        raise ProblemsFound(problems)
-    return {name: matches for name, (matches, _) in found.items()}
+    """Returns the matches of every component. Raises ProblemsFound with the problems of all."""
+    found: dict[str, list[Match]] = {}
+    problems = Collector()
+    for name, source in sources.items():
+        with problems:
+            found[name] = match_parameters(source.stored, source.table, source.abstract)
+    problems.raise_if_any()
+    return found
 
 
 def sharding_of(match: Match, mesh: Mesh | None) -> Sharding:
-    """Where a parameter lives."""
+    """Returns the sharding of a parameter."""
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
     return parameter_sharding(mesh, match.dims, match.variable.shape)
@@ -164,20 +338,20 @@ def _slot(match: Match, mesh: Mesh | None, options: LoadOptions) -> _Slot:
 
 
 def _plan(slots: list[_Slot], options: LoadOptions) -> list[Read]:
-    """The reads of a component, in the order of its files."""
+    """Returns the reads of a component, in the order of its files."""
     reads = [
         read
         for slot in slots
         if slot.buffers is not None
-        for read in parameter_reads(slot.match, slot.buffers, options.read_bytes)
+        for read in read_plan(slot.match, slot.buffers, options.read_bytes)
     ]
     return sorted(reads, key=lambda read: (read.tensor.file, read.tensor.start, read.tensor_box))
 
 
 def _run(
-    plans: list[list[Read]], reader: FileReader, options: LoadOptions, progress: Progress | None
+    plans: list[list[Read]], reader: TensorReader, options: LoadOptions, progress: Progress | None
 ) -> None:
-    """Runs all reads, those of different components in turn; the first error stops the rest."""
+    """Runs all reads, alternating between components; the first error stops the rest."""
     reads = [read for turn in zip_longest(*plans) for read in turn if read is not None]
     total, done = sum(read.size for read in reads), 0
     with ThreadPoolExecutor(options.threads, thread_name_prefix="weights") as pool:
@@ -194,7 +368,7 @@ def _run(
 
 
 def _finished(slots: list[_Slot]) -> dict[int, jax.Array]:
-    """The parameter of every slot (by its id), where it is to lie."""
+    """Returns the parameter of every slot by the slot's id, in its final sharding."""
     ways: dict[Way, list[_Slot]] = {way: [] for way in Way}
     for slot in slots:
         ways[slot.route.way].append(slot)
@@ -202,7 +376,7 @@ def _finished(slots: list[_Slot]) -> dict[int, jax.Array]:
     own, parts, sent = ways[Way.OWN], ways[Way.PARTS], ways[Way.FROM_FIRST]
     arrays = {id(slot): read[id(slot)] for slot in own}
     if parts:
-        moved = spread_parts(
+        moved = all_gather_parts(
             [read.pop(id(slot)) for slot in parts], [slot.route.final for slot in parts]
         )
         arrays |= {id(slot): array for slot, array in zip(parts, moved, strict=True)}
@@ -212,13 +386,13 @@ def _finished(slots: list[_Slot]) -> dict[int, jax.Array]:
             (slot.match.variable.shape, slot.match.variable.dtype, slot.route.final)
             for slot in sent
         ]
-        moved = spread_from_first(held, wanted)
+        moved = broadcast_arrays(held, wanted)
         arrays |= {id(slot): array for slot, array in zip(sent, moved, strict=True)}
     return arrays
 
 
 def _state(slots: list[_Slot], arrays: Mapping[int, jax.Array]) -> nnx.State:
-    """The variables with their values, in the structure of the abstract state."""
+    """Returns the variables with their values, in the structure of the abstract state."""
     flat: list[tuple[tuple[Any, ...], nnx.Variable]] = [
         (slot.match.path, slot.match.variable.replace(arrays[id(slot)])) for slot in slots
     ]

@@ -1,16 +1,18 @@
-"""Converted weights kept in an orbax folder, used only for exactly what they were made from.
+"""Cache of converted weights in orbax folders.
 
-    <cache>/<component>/manifest.json    what the weights were made from
-    <cache>/<component>/parameters/      the arrays, written by orbax
+    <cache>/<component>/manifest.json    cache key, and digests of the weights files
+    <cache>/<component>/parameters/      arrays, written by orbax
 
-A component's folder is written under another name and renamed when it is complete, so one that was
-cut short is never looked at. One that does not fit is made anew, and the messages say why. The
-processes of a job share the folder: the first decides, and each writes and reads what it holds.
+A cached component is used only if its key equals today's: package version, checkpoint map, dtypes
+and shapes of the parameters, and the content of the weights files. Otherwise it is converted again,
+and a message says why. A folder is written under another name and renamed when it is complete. The
+processes of a job share the folder: the first decides, and each writes and reads its own shards.
 """
 
+import json
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,24 +20,90 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxdiffusion.runtime.coordination import exchange, from_first
-from maxdiffusion.runtime.places import place
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.weights.atomic import new_shared_folder
-from maxdiffusion.weights.loading import (
+from maxdiffusion import __version__
+from maxdiffusion.checkpoints.load import (
     ComponentSource,
     LoadOptions,
     LoadReport,
+    Match,
     Progress,
     load_components,
     match_components,
     sharding_of,
 )
-from maxdiffusion.weights.manifest import Manifest, describe, difference, hash_files, identity
-from maxdiffusion.weights.matching import Match, dotted
+from maxdiffusion.distributed.coordination import (
+    all_gather_str,
+    broadcast_from_first,
+    new_shared_folder,
+)
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.models.abstract import values_of
+from maxdiffusion.models.checkpoint_map import CheckpointMap
+from maxdiffusion.runtime.files import (
+    CacheKey,
+    FileDigest,
+    as_path,
+    digest_files,
+    digest_value,
+    replacing,
+)
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The cache key of converted weights, and the files that they were read from."""
+
+    key: CacheKey
+    files: tuple[FileDigest, ...]
+
+    @classmethod
+    def of(
+        cls, table: CheckpointMap, matches: Iterable[Match], files: Sequence[FileDigest]
+    ) -> "Manifest":
+        """Returns the manifest of weights that are loaded from `files` with this table."""
+        facts = {
+            "package version": __version__,
+            "weight map": digest_value(repr(table)),
+            "parameters": {
+                match.entry.parameter: f"{match.variable.dtype}{list(match.variable.shape)}"
+                for match in matches
+            },
+            **{f"content of {file.name}": file.sha256 for file in files},
+        }
+        return cls(key=CacheKey(facts), files=tuple(files))
+
+    @classmethod
+    def read(cls, file: Path) -> "Manifest | None":
+        """Returns the manifest in a file, or None if the file is not one."""
+        try:
+            content = json.loads(file.read_bytes())
+            files = tuple(FileDigest(**fields) for fields in content["files"])
+            return cls(key=CacheKey(dict(content["key"])), files=files)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+    def write(self, file: Path) -> None:
+        """Writes the manifest; a reader sees the old file or the new one."""
+        content = {"key": self.key.facts, "files": [asdict(one) for one in self.files]}
+        with replacing(file) as unfinished:
+            unfinished.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def difference(held: Manifest | None, wanted: Manifest) -> str | None:
+    """Returns why weights with the manifest `held` are not the `wanted` ones, or None."""
+    if held is None:
+        return "it has no readable manifest"
+    return "; ".join(wanted.key.differences(held.key.facts)) or None
+
+
+def identity(path: Path) -> tuple[str, int, int]:
+    """Returns name, size and modification time, to notice a file that changes during a load."""
+    status = path.stat()
+    return path.name, status.st_size, status.st_mtime_ns
+
 
 KEY = "pretrained_orbax_dir"
 MANIFEST = "manifest.json"
@@ -44,10 +112,10 @@ PARAMETERS = "parameters"
 
 @dataclass(frozen=True, kw_only=True)
 class CachedLoad:
-    """Parameters by component, what their conversion cost, and one line for each component."""
+    """Parameters by component, the cost of conversion, and one message for each component."""
 
     states: Mapping[str, nnx.State]
-    report: LoadReport  # of the components that the cache did not have
+    report: LoadReport  # of the components that were converted
     messages: tuple[str, ...]
 
 
@@ -59,8 +127,8 @@ def load_through_cache(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> CachedLoad:
-    """The parameters of all components; those that the cache lacks are loaded and kept there."""
-    cache = place(os.fspath(cache))
+    """Returns the parameters of all components; converts and caches those that the cache lacks."""
+    cache = as_path(os.fspath(cache))
     _check(cache)
     slots = {
         name: _Slot(folder=cache / name, source=sources[name], matches=matches)
@@ -71,7 +139,7 @@ def load_through_cache(
     before = {name: slots[name].identities() for name in absent}
     loaded, report = load_components(absent, mesh=mesh, options=options, progress=progress)
     for name, state in loaded.items():
-        slots[name].keep(state, before[name])
+        slots[name].store(state, before[name])
     return CachedLoad(
         states=loaded | {name: state for name, (state, _) in found.items() if state is not None},
         report=report,
@@ -81,66 +149,67 @@ def load_through_cache(
 
 @dataclass(frozen=True, kw_only=True)
 class _Slot:
-    """One component's place in the cache, and what belongs there."""
+    """The cache folder of one component, and what belongs there."""
 
     folder: Path
     source: ComponentSource
     matches: list[Match]
 
     def restore(self, mesh: Mesh | None) -> tuple[nnx.State | None, str]:
-        """The kept parameters if they are the wanted ones, and what to say about them."""
-        there, reason = from_first("a kept component", self._look)
+        """Returns the cached parameters if they are the wanted ones, and a message."""
+        there, reason = broadcast_from_first("a cached component", self._scan)
         if not there:
-            return None, f"kept in {self.folder}"
+            return None, f"cached in {self.folder}"
         state = None
         if reason is None:
             try:
                 state, problem = self._read(mesh), ""
             except Exception as error:  # tensorstore raises errors of many kinds for damaged files
                 problem = f"it could not be read ({type(error).__name__})"
-            # What one process cannot read, all make anew.
-            reason = next(filter(None, exchange("a component was read", problem)), None)
+            # If one process cannot read it, all convert it again.
+            reason = next(filter(None, all_gather_str("a component was read", problem)), None)
         if reason is None:
             return state, f"taken from {self.folder}"
-        return None, f"{self.folder} was made anew, because {reason}"
+        return None, f"{self.folder} was converted again, because {reason}"
 
-    def _look(self) -> tuple[bool, str | None]:
-        """Whether there are kept parameters, and why they are not the wanted ones."""
+    def _scan(self) -> tuple[bool, str | None]:
+        """Returns whether there are cached parameters, and why they are not the wanted ones."""
         return (True, self._refresh()) if self.folder.exists() else (False, None)
 
-    def keep(self, state: nnx.State, before: list[tuple[str, int, int]]) -> None:
-        """Writes the parameters and their manifest; the files must not have changed meanwhile."""
+    def store(self, state: nnx.State, before: list[tuple[str, int, int]]) -> None:
+        """Writes the parameters and their manifest, unless the files changed during the load."""
         first = jax.process_index() == 0
-        files = hash_files(self.source.stored.files) if first else ()
+        files = digest_files(self.source.stored.files) if first else ()
         if self.identities() != before:
             raise ProblemsFound([_changed(self.source.stored.folder)])
-        values = {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+        values = values_of(state)
         try:
             with new_shared_folder(self.folder) as unfinished:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(unfinished / PARAMETERS, values)
                 if first:
-                    describe(self.source.table, self.matches, files).write(unfinished / MANIFEST)
+                    manifest = Manifest.of(self.source.table, self.matches, files)
+                    manifest.write(unfinished / MANIFEST)
         except OSError as error:
             rule = f"could not be written ({error.strerror})"
             raise ProblemsFound([_unusable(self.folder, rule)]) from error
 
     def identities(self) -> list[tuple[str, int, int]]:
-        """Name, size and time of change of the weights files."""
+        """Returns name, size and modification time of the weights files."""
         return [identity(file) for file in self.source.stored.files]
 
     def _refresh(self) -> str | None:
-        """Why the kept weights do not fit; if they do, new times of change are noted."""
+        """Returns why the cached weights do not fit; if they do, stores new modification times."""
         held = Manifest.read(self.folder / MANIFEST)
-        files = hash_files(self.source.stored.files, held.files if held else ())
-        wanted = describe(self.source.table, self.matches, files)
+        files = digest_files(self.source.stored.files, held.files if held else ())
+        wanted = Manifest.of(self.source.table, self.matches, files)
         reason = difference(held, wanted)
         if held is not None and reason is None and held.files != files:
-            replace(held, files=files).write(self.folder / MANIFEST)
+            wanted.write(self.folder / MANIFEST)
         return reason
 
     def _read(self, mesh: Mesh | None) -> nnx.State:
-        """The kept parameters, each device reading what it holds."""
+        """Returns the cached parameters; each device reads its own shards."""
         abstract = {
             match.entry.parameter: jax.ShapeDtypeStruct(
                 match.variable.shape, match.variable.dtype, sharding=sharding_of(match, mesh)
@@ -158,18 +227,18 @@ class _Slot:
 
 
 def _checkpointer() -> "ocp.StandardCheckpointer":
-    """Orbax's writer and reader of arrays."""
-    import orbax.checkpoint as ocp  # slow to import, and most loads do without a cache
+    """Returns orbax's writer and reader of arrays."""
+    import orbax.checkpoint as ocp  # slow to import, and not needed without a cache
 
     return ocp.StandardCheckpointer()
 
 
 def _check(cache: Path) -> None:
-    """Raises unless the cache can be used by this job."""
+    """Raises ProblemsFound unless the cache is a folder or can be created."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule = f"is not a folder that can be made ({error.strerror})"
+        rule = f"cannot be created as a folder ({error.strerror})"
         raise ProblemsFound([_unusable(cache, rule)]) from error
 
 
@@ -182,6 +251,6 @@ def _changed(folder: Path) -> Problem:
     return Problem(
         name="weights",
         value=str(folder),
-        rule="changed while they were loaded",
-        remedy="Do not write to the folder during a run, and start again",
+        rule="changed during the load",
+        remedy="Start again, and do not write to the folder during a run",
     )

@@ -1,10 +1,9 @@
-"""From YAML files and `key=value` overrides to one checked, unchanging config.
+"""Configs: typed fields from YAML or Python files and `key=value` overrides, checked at once.
 
-`load_config` and `read_config` need no jax; `maxdiffusion.config.validation` does, and turns a
-config into a job.
+Reading and printing a config imports no jax.
 """
 
-from maxdiffusion.config.config import Config, without_meaning
-from maxdiffusion.config.loading import Reading, load_config, read_config
+from maxdiffusion.config.config import Config, ignored_fields
+from maxdiffusion.config.load import ParsedConfig, load_config, parse_config, read_config
 
-__all__ = ["Config", "Reading", "load_config", "read_config", "without_meaning"]
+__all__ = ["Config", "ParsedConfig", "ignored_fields", "load_config", "parse_config", "read_config"]

@@ -1,85 +1,137 @@
-"""A loaded config: its values, where each came from, and how it is printed and compared."""
+"""A loaded config: typed values, the source of each, and the config as text.
 
-import hashlib
+`Config` has one typed attribute per field of `schema.py`; values of public keys that this program
+does not act on are in `config.compat`.
+"""
+
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
 
-from maxdiffusion.config.keys import GROUPS, KEYS
-from maxdiffusion.config.kinds import nearest_word
-from maxdiffusion.config.schema import Frozen, Use
+from maxdiffusion.config.compat import COMPAT_FIELDS
+from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
+from maxdiffusion.config.schema import (
+    GENERATION_GROUPS,
+    TRAINING_GROUPS,
+    AttentionFields,
+    ConfigFileFields,
+    DeviceFields,
+    ModelFields,
+    NumberFields,
+    OutputFields,
+    PreflightFields,
+    SamplingFields,
+    StartUpFields,
+    TrainingDataFields,
+    TrainingFields,
+    VaeFields,
+)
+
+GROUPS: Mapping[str, tuple[Field, ...]] = MappingProxyType(
+    {
+        **{t: declared_fields(g, Effect.USED) for t, g in GENERATION_GROUPS.items()},
+        **{t: declared_fields(g, Effect.TRAINING) for t, g in TRAINING_GROUPS.items()},
+    }
+)
+FIELDS: Mapping[str, Field] = MappingProxyType(
+    {field.name: field for group in GROUPS.values() for field in group}
+)
+ALL_FIELDS: Mapping[str, Field] = MappingProxyType({**FIELDS, **COMPAT_FIELDS})
 
 DEFAULT_SOURCE = "default"
 OVERRIDE_SOURCE = "command line"
-# These say which process of a job this is and where it finds the others.
-OF_THE_PROCESS = ("jax_process_id", "jax_coordinator_address")
+COMPAT_TITLE = "Public keys without effect"
+# Differ between the processes of a job: which process this is, and where it finds the others.
+PER_PROCESS = ("jax_process_id", "jax_coordinator_address")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """Resolved values as attributes (`config.height`); lists are tuples, nothing changes."""
+@dataclass(frozen=True, kw_only=True, repr=False)  # `describe` shows the values
+class Config(
+    ConfigFileFields,
+    ModelFields,
+    SamplingFields,
+    OutputFields,
+    NumberFields,
+    AttentionFields,
+    DeviceFields,
+    StartUpFields,
+    PreflightFields,
+    VaeFields,
+    TrainingFields,
+    TrainingDataFields,
+):
+    """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 
-    values: Frozen
-    sources: Frozen
+    compat: FrozenDict[object]
+    sources: FrozenDict[str]
     files: tuple[str, ...]
 
-    def __getattr__(self, name: str) -> Any:
-        # Copying and pickling ask for names before there are values.
-        if not name.startswith("_") and name != "values" and name in self.values:
-            return self.values[name]
-        raise AttributeError(f"no key {name!r}. {nearest_word(name, tuple(KEYS)) or ''}".strip())
+    @property
+    def values(self) -> Mapping[str, object]:
+        """Returns all values by name, those of `compat` included."""
+        return {name: vars(self)[name] for name in FIELDS} | self.compat
 
     def source(self, name: str) -> str:
-        """Where a value comes from: default, file and line, or command line; `a.b` for entries."""
+        """Returns where a value comes from; `table.entry` names an entry of a table.
+
+        A source is `default`, `FILE:LINE`, the path of a Python file or `command line`.
+        """
         table = name.split(".")[0]
-        if table not in self.values:
-            raise KeyError(f"no key {name!r}. {nearest_word(name, tuple(KEYS)) or ''}".strip())
+        if table not in ALL_FIELDS:
+            raise KeyError(f"no field {name!r}. {nearest_word(name, tuple(ALL_FIELDS))}".strip())
         return self.sources.get(name, self.sources.get(table, DEFAULT_SOURCE))
 
     def given(self, name: str) -> bool:
-        """Whether a file or the command line states the key."""
+        """Returns whether a file or the command line states the field."""
         return self.source(name) != DEFAULT_SOURCE
 
     def overridden(self, name: str) -> bool:
-        """Whether the command line states the key."""
+        """Returns whether the command line states the field."""
         return self.source(name) == OVERRIDE_SOURCE
 
     def to_json(self) -> str:
-        """The values as JSON, the same text for the same values."""
+        """Returns the values as JSON: the same text for the same values."""
         return json.dumps(self.values, sort_keys=True, ensure_ascii=False)
 
-    def shared_values(self) -> dict[str, Any]:
-        """What is to be the same on all processes of a job, as JSON has it."""
-        values = json.loads(self.to_json())
-        return {name: value for name, value in values.items() if name not in OF_THE_PROCESS}
+    def shared_values(self) -> dict[str, object]:
+        """Returns the values that all processes of a job must agree on, as JSON types."""
+        values: dict[str, object] = json.loads(self.to_json())
+        return {name: value for name, value in values.items() if name not in PER_PROCESS}
 
     def digest(self) -> str:
-        """A hash of the shared values, wherever they came from and the processes meet."""
+        """Returns a hash of the shared values; sources do not count."""
+        # Loads OpenSSL, which a refused config does not need.
+        import hashlib
+
         text = json.dumps(self.shared_values(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def describe(self) -> str:
-        """The values as YAML that loads to the same config, each with its source beside it."""
-        lines = [f"# read from {' <- '.join(self.files)}"]
-        for group, keys in GROUPS.items():
-            # What says how to read and print is not part of what is printed.
-            if group != "Config files":
-                lines += [f"\n# {group}", *(self._line(key.name) for key in keys)]
+        """Returns the values as YAML that loads to the same config, with sources as comments."""
+        lines = [f"# read from {' <- '.join(self.files)}"] if self.files else []
+        # The fields about files and printing are no part of the result.
+        groups = {title: fields for title, fields in GROUPS.items() if title != "Config files"}
+        values = self.values
+        for title, fields in {**groups, COMPAT_TITLE: (*COMPAT_FIELDS.values(),)}.items():
+            lines += [f"\n# {title}", *(self._line(field.name, values) for field in fields)]
         return "\n".join(lines)
 
-    def _line(self, name: str) -> str:
-        value = self.values[name]
-        entries = value if isinstance(value, Mapping) else {}
-        nested = {f"{name}.{entry}" for entry in entries}
-        inner = [f"{part.split('.')[1]}: {self.source(part)}" for part in sorted(nested)]
+    def _line(self, name: str, values: Mapping[str, object]) -> str:
+        value = values[name]
+        entries = sorted(value) if isinstance(value, Mapping) else ()
+        inner = [f"{entry}: {self.source(f'{name}.{entry}')}" for entry in entries]
         source = ", ".join(inner) or self.source(name)
         return f"{name}: {json.dumps(value, ensure_ascii=False)}  # {source}"
 
 
-def without_meaning(config: Config) -> str | None:
-    """One line that names the given keys that have no meaning here; None if there are none."""
-    names = [name for name, key in KEYS.items() if key.use is Use.NO_MEANING and config.given(name)]
+def ignored_fields(config: Config) -> str | None:
+    """Returns one line that names the stated keys without meaning here; None if there are none."""
+    names = [
+        name
+        for name, field in COMPAT_FIELDS.items()
+        if field.effect is Effect.NO_MEANING and config.given(name)
+    ]
     if not names:
         return None
     return f"Keys without meaning here, not used ({len(names)}): {', '.join(names)}"

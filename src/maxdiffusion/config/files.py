@@ -1,18 +1,24 @@
-"""Reading YAML files: what each key says and on which line, and everything wrong with a file."""
+"""Reads config files: YAML with line numbers, Python files with `get_config()`, and base files.
+
+A Python file defines `get_config()`, which returns an `ml_collections.ConfigDict` (or a dict) with
+the same fields as a YAML file. Either form may be the `base_config` of the other.
+"""
 
 import difflib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from maxdiffusion.runtime.problems import Problem
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
 
-BASE_KEY = "base_config"
+BASE_FIELD = "base_config"
+PYTHON_SUFFIX = ".py"
+SUFFIXES = (".yml", ".yaml", PYTHON_SUFFIX)
 PLAIN_TAGS = frozenset(
     f"tag:yaml.org,2002:{word}"
     for word in ("null", "bool", "int", "float", "str", "seq", "map", "merge")
@@ -20,7 +26,7 @@ PLAIN_TAGS = frozenset(
 
 
 class CoreLoader(yaml.SafeLoader):
-    """Plain words as YAML 1.2 reads them: `1e-5` is a number, `no` a word, `010` ten."""
+    """Reads plain words as YAML 1.2 does: `1e-5` is a number, `no` a word, `010` ten."""
 
 
 CoreLoader.yaml_implicit_resolvers = {}
@@ -40,8 +46,8 @@ for tag, pattern, first in (
     )
 
 
-def plain_int(loader: CoreLoader, node: Any) -> int:
-    """The decimal number of a node; a leading zero does not make it octal."""
+def plain_int(loader: CoreLoader, node: yaml.ScalarNode) -> int:
+    """Returns the decimal number of a node; a leading zero does not make it octal."""
     return int(loader.construct_scalar(node))
 
 
@@ -50,115 +56,212 @@ CoreLoader.add_constructor("tag:yaml.org,2002:int", plain_int)
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One key of a file: its value, and where it stands."""
+    """One value of a file, with its source as `FILE:LINE` or the path of a Python file."""
 
     name: str
-    value: Any
+    value: object
     source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileChain:
-    """A file and those that it is based on, entries of the outermost base first."""
+    """A file and its bases: entries in the order in which later ones win, and all problems."""
 
-    files: tuple[str, ...]
-    entries: tuple[Entry, ...]
-    problems: tuple[Problem, ...]
+    files: tuple[str, ...] = ()
+    entries: tuple[Entry, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfigFile:
+    """The entries of one file, and the names that appear in it twice."""
+
+    entries: tuple[Entry, ...] = ()
+    repeated: tuple[Problem, ...] = ()
+
+    @property
+    def base(self) -> object:
+        """Returns the value of `base_config`; None if there is none."""
+        return next((entry.value for entry in self.entries if entry.name == BASE_FIELD), None)
+
+    @property
+    def own_entries(self) -> tuple[Entry, ...]:
+        """Returns the entries without `base_config`."""
+        return tuple(entry for entry in self.entries if entry.name != BASE_FIELD)
 
 
 def read_chain(path: str) -> FileChain:
-    """All entries of `path` and its bases, in the order in which later ones win."""
-    files: list[str] = []
-    entries: list[Entry] = []
-    problems: list[Problem] = []
-    following: str | None = os.path.normpath(path)
-    while following is not None:
-        if any(same_file(following, seen) for seen in files):
-            rule = f"files must not be based on each other: {' -> '.join([*files, following])}"
-            remedy = f"Remove {BASE_KEY} from one of them"
-            problems.append(Problem(name=BASE_KEY, value=following, rule=rule, remedy=remedy))
-            break
-        found, mistakes = read_file(following, asked_by=files[-1] if files else None)
-        files.append(following)
-        problems += mistakes
-        entries = [entry for entry in found if entry.name != BASE_KEY] + entries
-        following = base_of(following, found, problems)
-    return FileChain(files=tuple(files), entries=tuple(entries), problems=tuple(problems))
+    """Reads a file and its bases."""
+    return read_bases(os.path.normpath(path), FileChain(), asked_by=None)
 
 
-def base_of(path: str, entries: list[Entry], problems: list[Problem]) -> str | None:
-    """The file that `path` is based on, from its entries; None if on nothing."""
-    base = next((entry.value for entry in entries if entry.name == BASE_KEY), None)
+def read_mapping(values: Mapping[str, object], source: str) -> FileChain:
+    """Reads the values of a mapping and the base file that it names, relative to this folder."""
+    own = ConfigFile(entries=mapping_entries(values, source))
+    problems = Collector()
+    chain = FileChain()
+    with problems:
+        base = base_path(source, own.base)
+        chain = chain if base is None else read_bases(base, chain, asked_by=source)
+    return FileChain(
+        files=chain.files,
+        entries=(*chain.entries, *own.own_entries),
+        problems=(*problems.problems, *chain.problems),
+    )
+
+
+def read_bases(path: str, below: FileChain, *, asked_by: str | None) -> FileChain:
+    """Reads a file that is the base of `below`, and the base of that one, and so on.
+
+    `asked_by` is the file or mapping that names the file as its base; None for the first file.
+    """
+    problems = Collector(below.problems)
+    found, base = ConfigFile(), None
+    with problems:
+        check_not_repeated(path, below.files)
+        found = read_file(path, asked_by=asked_by)
+    with problems:
+        if found.repeated:
+            raise ProblemsFound(found.repeated)
+    with problems:
+        base = base_path(path, found.base)
+    chain = FileChain(
+        files=(*below.files, path),
+        entries=(*found.own_entries, *below.entries),
+        problems=tuple(problems.problems),
+    )
+    return chain if base is None else read_bases(base, chain, asked_by=path)
+
+
+def check_not_repeated(path: str, files: tuple[str, ...]) -> None:
+    """Raises ProblemsFound if a file is, indirectly, its own base."""
+    if any(os.path.realpath(path) == os.path.realpath(seen) for seen in files):
+        rule = f"files must not be based on each other: {' -> '.join([*files, path])}"
+        remedy = f"Remove {BASE_FIELD} from one of them"
+        raise ProblemsFound([Problem(name=BASE_FIELD, value=path, rule=rule, remedy=remedy)])
+
+
+def base_path(path: str, base: object) -> str | None:
+    """Returns the path of a file's base, given the value of `base_config`; None without one."""
     if base is None:
         return None
     if not isinstance(base, str) or not base:
-        rule = f"must be the path of a YAML file ({path})"
-        problems.append(Problem(name=BASE_KEY, value=base, rule=rule, remedy="Write one, or none"))
-        return None
+        rule = f"must be the path of a YAML or Python file ({path})"
+        raise ProblemsFound([Problem(name=BASE_FIELD, value=base, rule=rule)])
     return os.path.normpath(os.path.join(os.path.dirname(path), base))
 
 
-def same_file(first: str, second: str) -> bool:
-    """Whether two paths lead to one file."""
-    return os.path.realpath(first) == os.path.realpath(second)
+def read_file(path: str, *, asked_by: str | None) -> ConfigFile:
+    """Reads one YAML or Python file; raises ProblemsFound if it cannot be read."""
 
-
-def read_file(path: str, *, asked_by: str | None) -> tuple[list[Entry], list[Problem]]:
-    """The entries of one file, and everything that is wrong with its form."""
-    name = "config" if asked_by is None else BASE_KEY
-
-    def wrong(rule: str, remedy: str) -> tuple[list[Entry], list[Problem]]:
+    def problem(rule: str, remedy: str = "") -> ProblemsFound:
+        name = "config" if asked_by is None else BASE_FIELD
         where = "" if asked_by is None else f" (asked for by {asked_by})"
-        return [], [Problem(name=name, value=path, rule=rule + where, remedy=remedy)]
+        return ProblemsFound([Problem(name=name, value=path, rule=rule + where, remedy=remedy)])
 
     try:
         text = Path(path).read_text(encoding="utf-8")
+        return run_python(path) if path.endswith(PYTHON_SUFFIX) else read_yaml(text, path)
     except OSError as error:
-        return wrong(f"cannot be read: {error.strerror}", missing_remedy(path))
+        raise problem(f"cannot be read: {error.strerror}", missing_remedy(path)) from None
     except UnicodeDecodeError:
-        return wrong("is not a text file in UTF-8", "Give a YAML file")
-    try:
-        return read_text(text, path)
+        raise problem("is not a text file in UTF-8", "Give a YAML or Python file") from None
     except FormError as error:
-        return wrong(str(error), "Give a file with lines of the form `key: value`")
+        raise problem(str(error), error.remedy) from None
     except (yaml.YAMLError, ValueError, KeyError, RecursionError) as error:
         # `!!int x` and the like end in whatever Python's own conversion raises.
-        rule = f"is not YAML: {yaml_complaint(error)}"
-        return wrong(rule, "Mend that place, or give a YAML file")
+        raise problem(f"is not YAML: {yaml_complaint(error)}") from None
 
 
 class FormError(ValueError):
-    """A YAML text that is not made of keys and values."""
+    """A file that can be read but is not made of fields and values."""
+
+    def __init__(self, rule: str, remedy: str = ""):
+        super().__init__(rule)
+        self.remedy = remedy
 
 
-def read_text(text: str, path: str) -> tuple[list[Entry], list[Problem]]:
-    """The entries of a YAML text, and the keys that stand in it twice."""
+def run_python(path: str) -> ConfigFile:
+    """Returns the entries of `get_config()` in a Python file."""
+    import runpy
+
+    try:
+        get_config = runpy.run_path(path).get("get_config")
+        values = None if get_config is None else plain_mapping(get_config())
+    except Exception as error:
+        raise FormError(f"fails with {python_complaint(error, path)}") from error
+    if values is None:
+        rule = "must define get_config(), which returns an ml_collections.ConfigDict"
+        raise FormError(rule, "Write `def get_config(): ...` that returns the ConfigDict")
+    return ConfigFile(entries=mapping_entries(values, path))
+
+
+def plain_mapping(values: object) -> Mapping[str, object] | None:
+    """Returns a mapping or an `ml_collections.ConfigDict` as a plain mapping; None for others."""
+    if isinstance(values, Mapping):
+        return values
+    # Takes 0.1 s, which commands with YAML files need not spend.
+    from ml_collections import ConfigDict
+
+    if not isinstance(values, ConfigDict):
+        return None
+    return dict(values.to_dict())
+
+
+def mapping_entries(values: Mapping[str, object], source: str) -> tuple[Entry, ...]:
+    """Returns the values of a mapping as entries with one source."""
+    return tuple(
+        Entry(name=str(name), value=value, source=source) for name, value in values.items()
+    )
+
+
+def python_complaint(error: Exception, path: str) -> str:
+    """Returns one line about an exception of a Python file, with the last line of that file."""
+    import traceback
+
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.realpath(frame.filename) == os.path.realpath(path)
+    ]
+    if isinstance(error, SyntaxError):
+        lines = [error.lineno]
+    where = f" (line {lines[-1]})" if lines else ""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300] + where
+
+
+def read_yaml(text: str, path: str) -> ConfigFile:
+    """Returns the entries of a YAML text, and the keys that it states twice."""
     loader = CoreLoader(text)
+    remedy = "Give a file with lines of the form `key: value`"
     try:
         root = loader.get_single_node()
         if root is None or root.tag == "tag:yaml.org,2002:null":
-            raise FormError("is empty")
+            raise FormError("is empty", remedy)
         if not isinstance(root, yaml.MappingNode):
             held = "a list" if isinstance(root, yaml.SequenceNode) else "plain text"
-            raise FormError(f"must hold keys and values at its top level, but holds {held}")
-        problems = list(repeated_keys(root, path, ()))
+            rule = f"must have keys and values at its top level, but has {held}"
+            raise FormError(rule, remedy)
+        repeated = tuple(repeated_keys(root, path, ()))
         lines = {str(key.value): key.start_mark.line + 1 for key, _ in root.value}
-        values = loader.construct_document(root)
+        values: Mapping[object, object] = loader.construct_document(root)
     finally:
         loader.dispose()
-    entries = [
+    entries = tuple(
         Entry(name=str(name), value=value, source=f"{path}:{lines.get(str(name), 1)}")
         for name, value in values.items()
-    ]
-    return entries, problems
+    )
+    return ConfigFile(entries=entries, repeated=repeated)
 
 
-def repeated_keys(
-    node: yaml.Node, path: str, parents: tuple[tuple[str, int], ...]
-) -> Iterator[Problem]:
-    """A problem for every key that stands twice in one mapping, at any depth."""
+# The names and identities of the mappings around a node.
+Parents = tuple[tuple[str, int], ...]
+
+
+def repeated_keys(node: yaml.Node, path: str, parents: Parents) -> Iterator[Problem]:
+    """Finds the keys that appear twice in one mapping, at any depth."""
     if any(identity == id(node) for _, identity in parents):
-        raise yaml.YAMLError("an alias (*) stands for something that it is part of itself")
+        raise yaml.YAMLError("an alias (*) refers to a value that contains the alias")
     if node.tag not in PLAIN_TAGS:
         raise yaml.MarkedYAMLError(
             problem=f"the tag {node.tag} is not known", problem_mark=node.start_mark
@@ -172,26 +275,22 @@ def repeated_keys(
     for key, value in node.value:
         word, line = str(key.value), key.start_mark.line + 1
         if word in seen and word != "<<":
-            yield repeated(parents, word, value, f"{path}, lines {seen[word]} and {line}")
+            yield repeated_key(parents, word, value, f"{path}, lines {seen[word]} and {line}")
         seen[word] = line
         yield from repeated_keys(value, path, (*parents, (word, id(node))))
 
 
-def repeated(
-    parents: tuple[tuple[str, int], ...], word: str, value: yaml.Node, where: str
-) -> Problem:
-    """The problem for a key that stands twice."""
+def repeated_key(parents: Parents, word: str, value: yaml.Node, where: str) -> Problem:
+    """Returns the problem of a key that appears twice."""
     name = ".".join([*(parent for parent, _ in parents if parent), word])
     shown = value.value if isinstance(value, yaml.ScalarNode) else "..."
-    return Problem(
-        name=name, value=shown, rule=f"is given twice ({where})", remedy="Keep one of the two"
-    )
+    return Problem(name=name, value=shown, rule=f"is given twice ({where})")
 
 
 def yaml_complaint(error: Exception) -> str:
-    """One line about where and why a text is not YAML."""
+    """Returns one line about where and why a text is not YAML."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        mark = error.problem_mark
+        mark: Any = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
@@ -199,12 +298,12 @@ def yaml_complaint(error: Exception) -> str:
 
 
 def missing_remedy(path: str) -> str:
-    """The way out for a file that cannot be read: a file beside it of nearly that name."""
+    """Returns the remedy for a file that cannot be read: a neighbour with a similar name."""
     try:
-        beside = [file.name for file in (Path(path).parent).iterdir() if file.suffix == ".yml"]
+        neighbours = [f.name for f in Path(path).parent.iterdir() if f.suffix in SUFFIXES]
     except OSError:
-        beside = []
-    near = difflib.get_close_matches(Path(path).name, beside, n=1, cutoff=0.5)
+        neighbours = []
+    near = difflib.get_close_matches(Path(path).name, neighbours, n=1, cutoff=0.5)
     if near and near[0] != Path(path).name:
         return f"The nearest there is {Path(path).with_name(near[0])}"
-    return "Give the path of a YAML file that can be read"
+    return ""

@@ -1,26 +1,35 @@
-"""What each TPU can do, per device as jax counts them, with where the figures come from."""
+"""Peak figures of each TPU with their sources, and the slices (topologies) it comes in.
 
+Figures are per jax device: TPU7x has two devices a chip. This file imports no jax, so that a
+command can read a topology before it sets jax's environment.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.kernels.tpu import VMEM_BYTES
 
 GIB = 2**30
-MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chip:
     """One kind of TPU; every figure is of one jax device unless its name says `chip` or `link`.
 
-    `usable_hbm_bytes` is what libtpu 0.0.42 lets a program have. `flops_per_cycle` counts bfloat16;
+    `usable_hbm_bytes` is the limit that libtpu 0.0.42 sets. `flops_per_cycle` counts bfloat16.
     `mxu_depth` is the length of a dot product that fills the MXU. `link_bandwidth` is one way over
     one link between neighbouring chips, `core_bandwidth` one way between the two devices of a chip.
-    `wrap_from` is the side of a torus from which its ends are joined.
+    A side of the torus has a wraparound link from `wrap_from` chips on.
     """
 
     name: str
     title: str
     devices_per_chip: int
     bf16_flops: float
-    fp8_flops: float
     hbm_bytes: int
     usable_hbm_bytes: int
     hbm_bandwidth: float
@@ -34,18 +43,18 @@ class Chip:
 
     @property
     def clock_hz(self) -> float:
-        """Cycles per second at which the stated peak is reached."""
+        """Returns the cycles per second at which the stated peak is reached."""
         return self.bf16_flops / self.flops_per_cycle
 
     def seconds(self, cycles: float) -> float:
-        """The time of so many cycles."""
+        """Returns the duration of `cycles`."""
         return cycles / self.clock_hz
 
     def score_share(self, head_dim: int) -> float:
-        """The share of peak that attention can reach: Q.K^T fills head_dim rows of the MXU.
+        """Returns the share of peak that attention can reach: Q.K^T fills head_dim MXU rows.
 
-        Half of attention's products are Q.K^T, with head_dim as depth, and half P.V, whose depth
-        (keys) fills the MXU whatever head_dim is.
+        Half of the products are Q.K^T, with head_dim as depth. The other half are P.V, whose depth
+        (keys) always fills the MXU.
         """
         filled = min(1.0, head_dim / self.mxu_depth)
         return 2.0 / (1.0 / filled + 1.0)
@@ -65,11 +74,10 @@ CHIPS: dict[str, Chip] = {
             title="TPU7x (Ironwood)",
             devices_per_chip=2,
             bf16_flops=1153.5e12,
-            fp8_flops=2307e12,
             hbm_bytes=96 * GIB,
             usable_hbm_bytes=int(94.75 * GIB),
             hbm_bandwidth=3690e9,
-            vmem_bytes=64 * MIB,
+            vmem_bytes=VMEM_BYTES["tpu7x"],
             flops_per_cycle=_TWO_LARGE_MXUS,
             mxu_depth=256,
             link_bandwidth=100e9,
@@ -86,11 +94,10 @@ CHIPS: dict[str, Chip] = {
             title="TPU v6e (Trillium)",
             devices_per_chip=1,
             bf16_flops=918e12,
-            fp8_flops=918e12,
             hbm_bytes=32 * GIB,
             usable_hbm_bytes=int(31.25 * GIB),
             hbm_bandwidth=1638e9,
-            vmem_bytes=128 * MIB,
+            vmem_bytes=VMEM_BYTES["v6e"],
             flops_per_cycle=_TWO_LARGE_MXUS,
             mxu_depth=256,
             link_bandwidth=100e9,
@@ -103,11 +110,10 @@ CHIPS: dict[str, Chip] = {
             title="TPU v5p",
             devices_per_chip=1,
             bf16_flops=459e12,
-            fp8_flops=459e12,
             hbm_bytes=95 * GIB,
             usable_hbm_bytes=int(95.74 * GIB),  # more than the published 95 GB, in whole GiB
             hbm_bandwidth=2765e9,
-            vmem_bytes=64 * MIB,
+            vmem_bytes=VMEM_BYTES["v5p"],
             flops_per_cycle=2 * _FOUR_SMALL_MXUS,
             mxu_depth=128,
             link_bandwidth=100e9,
@@ -120,11 +126,10 @@ CHIPS: dict[str, Chip] = {
             title="TPU v5e",
             devices_per_chip=1,
             bf16_flops=197e12,
-            fp8_flops=197e12,
             hbm_bytes=16 * GIB,
             usable_hbm_bytes=int(15.75 * GIB),
             hbm_bandwidth=819e9,
-            vmem_bytes=128 * MIB,
+            vmem_bytes=VMEM_BYTES["v5e"],
             flops_per_cycle=_FOUR_SMALL_MXUS,
             mxu_depth=128,
             link_bandwidth=50e9,
@@ -134,3 +139,76 @@ CHIPS: dict[str, Chip] = {
         ),
     )
 }
+
+# Chips along each side of the slices that libtpu compiles for.
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8")
+_SQUARES = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+GRIDS: Mapping[str, tuple[str, ...]] = {
+    "tpu7x": _CUBES,
+    "v6e": _SQUARES,
+    "v5p": _CUBES,
+    "v5e": _SQUARES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """A slice of TPUs: the kind of chip and the number of chips along each side of the grid."""
+
+    chip: Chip
+    sides: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """Returns the name that libtpu knows, such as tpu7x:2x2x1."""
+        return f"{self.chip.name}:{'x'.join(map(str, self.sides))}"
+
+    @property
+    def chips(self) -> int:
+        """Returns the number of chips."""
+        return math.prod(self.sides)
+
+    @property
+    def device_count(self) -> int:
+        """Returns the number of jax devices."""
+        return self.chips * self.chip.devices_per_chip
+
+    def describe(self) -> str:
+        """Returns one line for a report."""
+        return f"{self.name}: {self.chips} chips, {self.device_count} devices"
+
+
+def read_topology(name: str) -> Topology:
+    """Returns the topology of that name; refuses an unknown one and lists the known ones."""
+    chip, _, grid = name.partition(":")
+    if chip not in GRIDS:
+        raise _unknown(name, f"the chips are {', '.join(GRIDS)}", topology_names())
+    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)+", grid) or grid not in GRIDS[chip]:
+        known = ", ".join(f"{chip}:{sides}" for sides in GRIDS[chip])
+        raise _unknown(name, f"{chip} comes in grids of {', '.join(GRIDS[chip])}", known)
+    return Topology(chip=CHIPS[chip], sides=tuple(int(side) for side in grid.split("x")))
+
+
+def topology_of_size(chip: Chip, devices: int) -> Topology | None:
+    """Returns the topology of this chip with that number of devices, or None."""
+    for grid in GRIDS[chip.name]:
+        topology = read_topology(f"{chip.name}:{grid}")
+        if topology.device_count == devices:
+            return topology
+    return None
+
+
+def topology_under(chip: Chip, devices: Sequence[Any]) -> Topology:
+    """Returns the grid of chips that real or described devices occupy."""
+    furthest = [max(device.coords[axis] for device in devices) for axis in range(3)]
+    return Topology(chip=chip, sides=tuple(coordinate + 1 for coordinate in furthest))
+
+
+def topology_names() -> str:
+    """Returns every known topology in one line, for an error message."""
+    return "; ".join(f"{chip}:{{{','.join(grids)}}}" for chip, grids in GRIDS.items())
+
+
+def _unknown(name: str, rule: str, known: str) -> ProblemsFound:
+    problem = Problem(name="topology", value=name, rule=rule, remedy=f"Use one of {known}")
+    return ProblemsFound([problem])

@@ -1,17 +1,17 @@
-"""Work of one transformer forward, part by part, and the least time that a slice needs for it."""
+"""FLOPs of one transformer forward, and the lower bounds of a step that follow from them."""
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 
+from maxdiffusion.costs.chips import Chip
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.preflight.chips import Chip
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForwardFlops:
     """Floating-point operations (two per multiply-add) of one forward of one expert.
 
-    Keys and values of the text are computed once per prompt and expert, not per step, and are not
-    part of it.
+    Keys and values of the text are computed once per prompt and expert, not per step, and are left
+    out.
     """
 
     self_attention: float
@@ -23,28 +23,28 @@ class ForwardFlops:
 
     @property
     def attention(self) -> float:
-        """Scores and weighted sums, of tokens and of text."""
+        """Returns the FLOPs of scores and weighted sums, over tokens and over text."""
         return self.self_attention + self.cross_attention
 
     @property
     def dense(self) -> float:
-        """Everything that is a product with a weight."""
+        """Returns the FLOPs of all products with weights."""
         return self.total - self.attention
 
     @property
     def total(self) -> float:
-        """All parts together."""
-        return sum(getattr(self, part.name) for part in fields(self))
+        """Returns the sum of all parts."""
+        return sum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """The parts by name."""
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        """Returns the parts by name."""
+        return asdict(self)
 
 
 def forward_flops(
     config: WanTransformerConfig, *, tokens: int, text_length: int, batch: int = 1
 ) -> ForwardFlops:
-    """The work of a forward over `batch` videos of `tokens` tokens each."""
+    """Returns the FLOPs of a forward over `batch` videos of `tokens` tokens each."""
     width, layers = config.model_dim, config.layers
     rows = batch * tokens
     patch = config.patch[0] * config.patch[1] * config.patch[2]
@@ -62,10 +62,10 @@ def forward_flops(
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """The least seconds of a step on a number of devices, and the peak they are taken from.
+    """Lower bounds of a step in seconds, and the peak they assume.
 
-    `spec` has every product at peak; `head_dim_aware` has attention at what the MXU can reach with
-    heads of this width.
+    `spec` runs every product at peak. `head_dim_aware` runs attention at the share of peak that the
+    MXU reaches with this head_dim.
     """
 
     spec: float
@@ -74,12 +74,12 @@ class Bounds:
     devices: int
 
     def mfu(self, flops: float, seconds: float) -> float:
-        """The share of the devices' bfloat16 peak that `flops` in `seconds` are."""
+        """Returns the model FLOPs utilisation of `flops` in `seconds`, of bfloat16 peak."""
         return flops / (seconds * self.devices * self.peak_flops)
 
 
-def step_bounds(flops: ForwardFlops, chip: Chip, devices: int, head_dim: int) -> Bounds:
-    """Bounds of a step whose forward (of the whole batch) is `flops`."""
+def step_bounds(flops: ForwardFlops, chip: Chip, *, devices: int, head_dim: int) -> Bounds:
+    """Returns the bounds of a step whose forward, over the whole batch, takes `flops`."""
     peak = chip.bf16_flops
     attention = flops.attention / chip.score_share(head_dim)
     return Bounds(

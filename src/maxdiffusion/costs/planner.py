@@ -1,9 +1,18 @@
-"""Which attention to run on a slice, by the estimate of every one that is not refused."""
+"""Chooses the attention of a slice: the best estimate among the names that can run.
+
+An estimate takes no compilation, so that many slices can be scanned. Two shares replace what a
+compiler would find: the share of the MXU bound that attention kernels reach, and the share of peak
+that everything else reaches. The collectives are those that the scheme of a plan states, routed
+over the links of the slice.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import jax
+import numpy as np
+from jax.sharding import Mesh
 
 from maxdiffusion.attention import (
     AttentionOptions,
@@ -13,27 +22,150 @@ from maxdiffusion.attention import (
     plan_attention,
     plan_cross_attention,
 )
+from maxdiffusion.attention.context_parallel.base import Collective
+from maxdiffusion.costs.chips import Chip, Topology
+from maxdiffusion.costs.flops import ForwardFlops
+from maxdiffusion.costs.links import DeviceCollective, Network, network
 from maxdiffusion.mesh import MeshShape, build_mesh
-from maxdiffusion.preflight.estimate import SHARES, Estimate, Shares, estimate_step
-from maxdiffusion.preflight.flops import ForwardFlops
-from maxdiffusion.preflight.kernels import tile_of
-from maxdiffusion.preflight.links import network
-from maxdiffusion.preflight.topology import Topology
 
-# All exact for every head; fixed-m is left to who asks for it, since its gain depends on norms.
-# None is held to flash_min_seq_length, so that text goes through our kernel too: with a ring of one
-# the first is the program of ulysses_custom, which is held to it.
-NAMES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
 
-# Estimates that are closer than this are a tie: the model is not more exact.
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """Efficiency of compiled programs: of the MXU bound in kernels, of peak outside of them."""
+
+    kernel: float
+    outside: float
+
+
+# Measured with WAN 2.2 A14B at 720p on tpu7x; docs/performance.md has the figures.
+SHARES = Shares(kernel=0.97, outside=0.815)
+# Attention without a kernel: scores go through HBM.
+DENSE_SHARE = 0.3
+# Speed-up of our kernel with Q.K^T in float8, as compiled for tpu7x.
+FP8_SPEED = 1.38
+# HBM traffic around an all-to-all, in bytes per element of q on a device: v and the output are read
+# and written once more; for q and k this is part of norm and RoPE.
+ALL_TO_ALL_BYTES = 2
+# Fixed cost of a kernel call and the collectives of its heads. An assumption, which keeps the
+# planner from splitting heads into groups without a gain.
+CALL_SECONDS = 10e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The parts of a step in seconds."""
+
+    kernels: float
+    outside: float
+    copies: float
+    exposed_collectives: float
+
+    @property
+    def total(self) -> float:
+        """Returns the seconds of the whole step."""
+        return self.kernels + self.outside + self.copies + self.exposed_collectives
+
+
+def estimate_step(
+    plan: AttentionPlan,
+    flops: ForwardFlops,
+    *,
+    layers: int,
+    network: Network,
+    shares: Shares = SHARES,
+) -> Estimate:
+    """Returns the estimate with `plan` as self-attention; `flops` are those of the whole batch."""
+    chip, devices = network.topology.chip, plan.mesh.size
+    kernel = kernel_seconds(plan, chip, shares)
+    outside = (flops.total - flops.self_attention) / (devices * chip.bf16_flops * shares.outside)
+    calls, groups = plan.local.num_kv_shards, len(plan.local.heads)
+    exposed = sum(
+        exposed_seconds(stated, plan.mesh, network, call_seconds=kernel / calls)
+        for stated in plan.collectives
+    )
+    return Estimate(
+        kernels=layers * (kernel + calls * groups * CALL_SECONDS),
+        outside=outside,
+        copies=layers * copied_bytes(plan) / chip.hbm_bandwidth,
+        exposed_collectives=layers * exposed,
+    )
+
+
+def kernel_seconds(plan: AttentionPlan, chip: Chip, shares: Shares) -> float:
+    """Returns the seconds of one attention's kernel calls, with queries padded to whole tiles."""
+    sizes, tile = plan.local, plan.backend.tile
+    q_len = sizes.q_len if tile is None else -(-sizes.q_len // tile.q_tile) * tile.q_tile
+    pairs = sizes.batch * sum(sizes.heads)
+    flops = 4.0 * pairs * q_len * plan.padded_kv_len * plan.problem.head_dim
+    share = DENSE_SHARE if tile is None else shares.kernel
+    if plan.lossy:
+        share *= FP8_SPEED
+    return flops / (chip.bf16_flops * chip.score_share(plan.problem.head_dim) * share)
+
+
+def copied_bytes(plan: AttentionPlan) -> float:
+    """Returns the HBM bytes of the copies around one attention's collectives."""
+    sizes = plan.local
+    elements = sizes.batch * sum(sizes.heads) * sizes.q_len * plan.problem.head_dim
+    return elements * plan.scheme.num_relayouts * ALL_TO_ALL_BYTES
+
+
+def exposed_seconds(
+    stated: Collective, mesh: Mesh, network: Network, *, call_seconds: float
+) -> float:
+    """Returns the seconds of a scheme's collective that are not overlapped."""
+    seconds = network.seconds(one_round(stated, mesh))
+    return stated.rounds * max(0.0, seconds - stated.overlap * call_seconds)
+
+
+def one_round(stated: Collective, mesh: Mesh) -> DeviceCollective:
+    """Returns one round of a scheme's collective between the devices of a mesh.
+
+    The share of the rounds that is hidden costs nothing, which is averaged over all rounds.
+    """
+    groups = device_groups(mesh, stated.axes)
+    size = int(stated.round_bytes * (1 - stated.hidden))
+    if stated.kind == "collective-permute":
+        pairs = tuple(_neighbours(groups, wraps=stated.wraps))
+        return DeviceCollective(kind=stated.kind, bytes=size, pairs=pairs)
+    return DeviceCollective(kind=stated.kind, bytes=size, groups=groups)
+
+
+def device_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+    """Returns the devices that differ along `axes` only, by their number in the mesh."""
+    names = list(mesh.axis_names)
+    along = [names.index(axis) for axis in axes]
+    across = [index for index in range(len(names)) if index not in along]
+    numbers = np.arange(mesh.size).reshape(mesh.devices.shape).transpose([*across, *along])
+    size = int(np.prod([mesh.shape[axis] for axis in axes]))
+    return tuple(tuple(row) for row in numbers.reshape(-1, size).tolist())
+
+
+def _neighbours(groups: tuple[tuple[int, ...], ...], *, wraps: bool) -> Iterator[tuple[int, int]]:
+    """Yields (source, target) of a hop: round a ring, or both ways along a line."""
+    for group in groups:
+        if wraps:
+            yield from zip(group, (*group[1:], group[0]), strict=True)
+        else:
+            for here, there in pairwise(group):
+                yield from ((here, there), (there, here))
+
+
+# Both are exact for every head; fixed-m must be asked for, since its gain depends on the norms.
+# Both ignore flash_min_seq_length, so that cross-attention runs our kernel too. With a ring of one
+# the first is the program of ulysses_custom, except that ulysses_custom applies that limit.
+CANDIDATES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
+
+# Estimates within this ratio are a tie: the model is not more exact.
 TIE = 1.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What attention is chosen for: sizes, work of a forward, layers, options, devices.
+    """The job that attention is chosen for.
 
-    Tokens attend to `text_length` keys of text with the same kernel, so that must run too.
+    Cross-attention to `text_length` keys uses the same attention, so it must be able to run too.
+    `names` are the attentions to choose from.
     """
 
     problem: AttentionProblem
@@ -44,11 +176,12 @@ class Task:
     options: AttentionOptions = field(default_factory=AttentionOptions)
     text_length: int = 512
     shares: Shares = SHARES
+    names: tuple[str, ...] = CANDIDATES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """An attention that can run, the split of the context it needs, and its estimate."""
+    """An attention that can run, its mesh, its plan and its estimate."""
 
     name: str
     shape: MeshShape
@@ -57,25 +190,25 @@ class Choice:
 
     @property
     def blocks(self) -> str:
-        """The tiles that the kernel takes, from the tuned table or a search."""
-        return tiles_in_words(self.plan)
+        """Returns the block sizes of the kernel in words."""
+        return describe_blocks(self.plan)
 
     def describe(self) -> str:
-        """What was chosen, in a few words."""
+        """Returns the choice and the parts of its estimate in one phrase."""
         parts = self.estimate
         return (
             f"{self.name} with ulysses {self.shape.ulysses} x ring {self.shape.ring} and "
             f"{self.blocks}: "
             f"{parts.total:.3f} s/step (kernels {parts.kernels:.3f}, other work "
-            f"{parts.outside:.3f}, exchange {parts.exchange_copies:.3f} in copies and "
-            f"{parts.exposed_exchange:.3f} exposed)"
+            f"{parts.outside:.3f}, collectives {parts.copies:.3f} in copies and "
+            f"{parts.exposed_collectives:.3f} exposed)"
         )
 
 
 def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int = 1) -> list[Choice]:
-    """Every attention that can run on a mesh of these sizes, the best first, then by estimate.
+    """Returns every attention that can run on a mesh of these sizes: the best, then by estimate.
 
-    Best is the one with the fewest ring hops among those that the estimate cannot tell apart.
+    The best is the one with the fewest ring hops among those that tie with the lowest estimate.
     """
     shapes = [
         MeshShape(data=data, fsdp=fsdp, ring=context // ulysses, ulysses=ulysses, tensor=tensor)
@@ -91,31 +224,21 @@ def choices(task: Task, *, data: int, context: int, fsdp: int = 1, tensor: int =
     return [best, *(choice for choice in found if choice is not best)]
 
 
-def choose(task: Task, *, data: int, context: int) -> Choice:
-    """The quickest attention that can run; raises UnsupportedAttention if there is none."""
-    found = choices(task, data=data, context=context)
-    if not found:
-        mesh = build_mesh(MeshShape(data=data, ulysses=context), devices=task.devices)
-        plan = plan_attention(NAMES[0], task.problem, mesh, task.options)
-        raise AssertionError(plan)  # the line before has raised with every reason
-    return found[0]
-
-
 def explain(found: Sequence[Choice]) -> str:
-    """One paragraph on what was chosen and what comes next."""
+    """Returns a paragraph on the best choice and the runner-up."""
     best, rest = found[0], [choice for choice in found[1:] if choice.shape != found[0].shape]
     words = f"attention auto: {best.describe()}"
     if rest:
         slower = rest[0].estimate.total / best.estimate.total - 1
         words += f". Next is {rest[0].describe()}, {slower:+.1%}"
-        if slower <= 0:  # a tie, see `choices`
+        if slower <= 0:  # a tie, which `choices` decides
             words += ", too close to tell and with more ring hops"
     return words + ". These are estimates; preflight_wan compiles."
 
 
 def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
-    for name in NAMES:
-        if name != NAMES[0] and shape.ring == 1:
+    for name in task.names:
+        if name != task.names[0] and shape.ring == 1:
             continue  # a ring of one is the same program under every name
         mesh = build_mesh(shape, devices=task.devices)
         text = replace(task.problem, kv_len=task.text_length)
@@ -125,16 +248,18 @@ def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
         except UnsupportedAttention:
             continue
         links = network(task.topology, mesh.devices.flatten().tolist())
-        estimate = estimate_step(plan, task.flops, task.layers, links, task.shares)
+        estimate = estimate_step(
+            plan, task.flops, layers=task.layers, network=links, shares=task.shares
+        )
         yield Choice(name=name, shape=shape, plan=plan, estimate=estimate)
 
 
-def tiles_in_words(plan: AttentionPlan) -> str:
-    """The blocks of a plan's kernel, and how much of them is real queries and keys."""
-    tile = tile_of(plan.kernel)
+def describe_blocks(plan: AttentionPlan) -> str:
+    """Returns the block sizes of a plan's kernel, and the share of unpadded queries."""
+    tile = plan.backend.tile
     if tile is None:
         return "no blocks"
-    sizes, problem = plan.kernel.site.sizes, plan.problem
+    sizes, problem = plan.local, plan.problem
     shards = plan.padded_q_len // sizes.q_len
     covered = -(-sizes.q_len // tile.q_tile) * tile.q_tile
     full = problem.q_len / (covered * shards)

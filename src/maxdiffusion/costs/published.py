@@ -1,20 +1,18 @@
-"""The step-time model against steps that were measured and published, for WAN 2.2 A14B on TPU7x.
+"""Calibration: compares the step-time model with published measurements of WAN 2.2 A14B on TPU7x.
 
-The measured program is the public maxdiffusion (August 2026), 1280x720, 81 frames, bfloat16, on
-eight devices (tpu7x:2x2x1). What the model needs of it was compiled with libtpu 0.0.42: bundles of
-its kernels with the LP scheduler, and XLA's cycles of a layer outside of them at CP8. Its cycles at
-CP4 are not known; they are what one of the measured steps (FITTED) leaves, and are used for the
-others.
+The measured program is the public maxdiffusion (August 2026): 1280x720, 81 frames, bfloat16, eight
+devices (tpu7x:2x2x1). The inputs of the model were compiled with libtpu 0.0.42: kernel bundles with
+the LP scheduler, and XLA's cycles of a layer outside of kernels at CP8. The cycles at CP4 are not
+known. They are fitted to one measured step (FITTED) and used for the other CP4 steps.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.collectives import Collective
-from maxdiffusion.preflight.kernels import KernelFigures, KernelUse, Tile
-from maxdiffusion.preflight.links import grid_network
-from maxdiffusion.preflight.topology import read_topology
+from maxdiffusion.attention.backends.base import Tile
+from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.costs.links import DeviceCollective, grid_network
+from maxdiffusion.costs.step_time import KernelCalls, KernelFigures
 
 TOKENS, HEADS, WIDTH, LAYERS = 75_600, 40, 5120, 40
 TOPOLOGY = read_topology("tpu7x:2x2x1")
@@ -23,9 +21,9 @@ CP8_CYCLES = 39_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedStep:
-    """A measured step: how devices shared it, its kernel, and the seconds that were measured.
+    """A measured step: its mesh, its kernel and the measured seconds.
 
-    `cycles` are those of a layer outside kernels; None takes what the FITTED step leaves.
+    `cycles` are those of a layer outside of kernels; None takes those of the FITTED step.
     """
 
     name: str
@@ -39,9 +37,9 @@ class PublishedStep:
     measured: float
 
     @property
-    def use(self) -> KernelUse:
-        """How the kernel is called; every device has one row of the batch."""
-        return KernelUse(
+    def calls(self) -> KernelCalls:
+        """Returns the kernel calls of one attention; every device has one batch row."""
+        return KernelCalls(
             pairs=HEADS // self.ulysses,
             calls=self.ring,
             q_len=TOKENS // self.ring,
@@ -51,50 +49,45 @@ class PublishedStep:
 
     @property
     def kernel_seconds(self) -> float:
-        """Seconds of attention kernels in a step."""
-        return LAYERS * TOPOLOGY.chip.seconds(self.use.cycles(self.kernel))
+        """Returns the seconds of attention kernels in a step."""
+        return LAYERS * TOPOLOGY.chip.seconds(self.calls.cycles(self.kernel))
 
     @property
-    def exchange_seconds(self) -> float:
-        """Seconds of the four all-to-alls of every layer; ring hops run under kernels."""
+    def collective_seconds(self) -> float:
+        """Returns the seconds of the four all-to-alls of every layer; ring hops are overlapped."""
         if self.ulysses == 1:
             return 0.0
         context = self.ring * self.ulysses
         first = range(0, self.data * context, self.ulysses)
-        all_to_all = Collective(
-            name="all-to-all",
+        all_to_all = DeviceCollective(
             kind="all-to-all",
             bytes=TOKENS * WIDTH * 2 // context,
             groups=tuple(tuple(range(start, start + self.ulysses)) for start in first),
-            axes=("ulysses",),
-            pairs=(),
             times=4 * LAYERS,
-            meanwhile=None,
-            operation="",
         )
         return all_to_all.times * grid_network(TOPOLOGY).seconds(all_to_all)
 
     @property
     def outside_seconds(self) -> float:
-        """Seconds outside of kernels."""
+        """Returns the seconds of everything outside of kernels and collectives."""
         if self.cycles is None:
             fitted = FITTED
-            return fitted.measured - fitted.kernel_seconds - fitted.exchange_seconds
-        return LAYERS * CHIPS["tpu7x"].seconds(self.cycles)
+            return fitted.measured - fitted.kernel_seconds - fitted.collective_seconds
+        return LAYERS * TOPOLOGY.chip.seconds(self.cycles)
 
     @property
     def predicted(self) -> float:
-        """Seconds that the model gives."""
-        return self.kernel_seconds + self.outside_seconds + self.exchange_seconds
+        """Returns the seconds that the model predicts."""
+        return self.kernel_seconds + self.outside_seconds + self.collective_seconds
 
     @property
     def error(self) -> float:
-        """How far the model is off, as a share of what was measured."""
+        """Returns the relative error of the prediction."""
         return self.predicted / self.measured - 1.0
 
 
 def _kernel(main_loop: int, bound: int, ragged: int) -> KernelFigures:
-    """A kernel of which only the main loop and its masked form are known."""
+    """Returns a kernel of which only the main loop and its masked form are known."""
     return KernelFigures(
         name="public",
         purpose="self-attention",
@@ -111,7 +104,7 @@ def _kernel(main_loop: int, bound: int, ragged: int) -> KernelFigures:
 
 
 def _scaled(block_q: int, block_kv: int, share: float) -> tuple[KernelFigures, Tile]:
-    """A tile that was not compiled, at the share of the MXU bound that its neighbour reaches."""
+    """Returns a tile that was not compiled, at the MXU share of a similar one."""
     bound = block_q * block_kv * 3 // 2048
     bundles = round(bound / share)
     return _kernel(bundles, bound, bundles), Tile(
@@ -181,14 +174,14 @@ STEPS: Sequence[PublishedStep] = (
 
 
 def calibration_table() -> str:
-    """The steps, predicted and measured, as a table of Markdown."""
+    """Returns predictions and measurements as a Markdown table."""
     lines = [
-        "| step on tpu7x:2x2x1 | kernels | outside | exchange | predicted | measured | error |",
+        "| step on tpu7x:2x2x1 | kernels | outside | collectives | predicted | measured | error |",
         "|---|---|---|---|---|---|---|",
     ]
     for step in STEPS:
         error = "fitted" if step is FITTED else f"{step.error:+.1%}"
-        parts = (step.kernel_seconds, step.outside_seconds, step.exchange_seconds, step.predicted)
+        parts = (step.kernel_seconds, step.outside_seconds, step.collective_seconds, step.predicted)
         figures = " | ".join(f"{seconds:.3f}" for seconds in parts)
         lines.append(f"| {step.name} ({step.source}) | {figures} | {step.measured:.3f} | {error} |")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""The denoising loop: one compiled step that serves every step, every scale and both experts.
+"""Denoising loop: one compiled step serves every step, every guidance scale and both experts.
 
 noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler ] x steps -> latents
                       ^ weights, text, timestep, scale and sampler row are arguments
@@ -7,25 +7,52 @@ noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention import BlockAttention
+from maxdiffusion.diffusion import Sampler, step_row
+from maxdiffusion.diffusion.guidance import Guidance
+from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
-from maxdiffusion.pipelines.guidance import Guidance
-from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.problems import RunFailed
+from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.timing import StepTime
-from maxdiffusion.schedulers import Sampler, step_row
+
+Weights = nnx.State[Any, Any]
+"""Parameters of a model."""
+
+
+@partial(jax.jit, static_argnames="dims")
+def draw_noise(seed: Array | np.uint32, dims: tuple[int, int, int, int]) -> Float[Array, "F Y X C"]:
+    """Returns standard normal latents of one video, `dims` being frames, rows, columns, channels.
+
+    A function of seed and size alone, the same on every mesh. They are drawn channels first, as the
+    public implementation does for one video: the same seed starts from the same noise there.
+    """
+    frames, rows, columns, channels = dims
+    size = (channels, frames, rows, columns)
+    return jnp.moveaxis(jax.random.normal(jax.random.key(seed), size, jnp.float32), 0, -1)
+
+
+def initial_noise(
+    seeds: Sequence[int], dims: tuple[int, int, int, int]
+) -> Float[np.ndarray, "B F Y X C"]:
+    """Returns standard normal latents on the host, video i from `seeds[i]`.
+
+    Each video is drawn by itself, so that its bits do not depend on the others.
+    """
+    return np.stack([np.asarray(draw_noise(np.uint32(seed), dims)) for seed in seeds])
 
 
 class StepInputs(NamedTuple):
-    """What changes from step to step; traced, so that no value of it compiles anything anew."""
+    """Inputs that change from step to step; traced, so that no value compiles the step again."""
 
     timestep: Float[Array, ""]
     guidance_scale: Float[Array, ""]
@@ -34,7 +61,7 @@ class StepInputs(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFunction:
-    """The step as a function of arrays alone; everything static is a field."""
+    """One denoising step as a function of arrays; everything static is a field."""
 
     graph: nnx.GraphDef[WanTransformer]
     attention: BlockAttention
@@ -44,9 +71,9 @@ class StepFunction:
     dtype: jnp.dtype
 
     def __call__(
-        self, weights: nnx.State, text: TextKeysValues, state: Any, step: StepInputs
+        self, weights: Weights, text: TextKeysValues, state: Any, step: StepInputs
     ) -> tuple[Any, Bool[Array, ""]]:
-        """The sampler's next state, and whether its latents are finite."""
+        """Returns the sampler's next state, and whether its latents are finite."""
         transformer = nnx.merge(self.graph, weights)
         batch = self.guidance.model_batch(state.sample.astype(self.dtype))
         timesteps = jnp.full((batch.shape[0],), step.timestep, jnp.float32)
@@ -60,29 +87,29 @@ class StepFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
-    """One transformer: its name, its weights, its view of the text and its guidance scale."""
+    """One transformer: its name, weights, text keys and values, and guidance scale."""
 
     name: str
-    weights: nnx.State
+    weights: Weights
     text: TextKeysValues
     guidance_scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The high-noise expert above the boundary and the low-noise one below; or one for all."""
+    """The high-noise expert above the boundary and the low-noise one below, or one for both."""
 
     high_noise: Expert
     low_noise: Expert
     boundary: float
 
-    def at(self, timestep: float) -> Expert:
-        """The expert for a timestep; the boundary itself belongs to high noise."""
+    def expert_at(self, timestep: float) -> Expert:
+        """Returns the expert of a timestep; the boundary itself belongs to high noise."""
         return self.high_noise if timestep >= self.boundary else self.low_noise
 
 
 class NotFiniteError(RunFailed):
-    """The latents hold NaN or infinity."""
+    """The latents contain NaN or infinity."""
 
     def __init__(self, *, step: int, steps: int, timestep: float, expert: str):
         super().__init__(
@@ -93,7 +120,7 @@ class NotFiniteError(RunFailed):
 
 
 def step_inputs(sampler: Sampler, step: int, guidance_scale: float) -> StepInputs:
-    """The inputs of one step."""
+    """Returns the inputs of one step."""
     return StepInputs(
         timestep=jnp.float32(sampler.timesteps[step]),
         guidance_scale=jnp.float32(guidance_scale),
@@ -108,14 +135,14 @@ def denoise(
     sampler: Sampler,
     experts: Experts,
 ) -> Iterator[tuple[Any, StepTime]]:
-    """Yields the state after each step, and its time; stops at the first that is not finite.
+    """Yields the state after each step and the step's time; raises `NotFiniteError`.
 
-    The state lives until the next step is asked for: each step reuses the memory of the one before.
+    A state is valid until the next step: each step reuses the memory of the one before.
     """
     timesteps: Sequence[float] = [float(t) for t in sampler.timesteps]
     for index, timestep in enumerate(timesteps):
-        expert = experts.at(timestep)
-        MARKS.reach(f"denoise step {index + 1}")
+        expert = experts.expert_at(timestep)
+        PROGRESS.checkpoint(f"denoise step {index + 1}")
         started = time.perf_counter()
         inputs = step_inputs(sampler, index, expert.guidance_scale)
         with jax.profiler.StepTraceAnnotation("denoise", step_num=index):

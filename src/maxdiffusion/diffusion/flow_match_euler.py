@@ -1,4 +1,7 @@
-"""Euler steps along the flow, at the noise levels of diffusers' FlowMatchEulerDiscreteScheduler."""
+"""Euler steps along the flow, at the noise levels of diffusers' FlowMatchEulerDiscreteScheduler.
+
+x <- x + (sigma_{i+1} - sigma_i) v
+"""
 
 import functools
 from dataclasses import dataclass
@@ -7,41 +10,33 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
-from maxdiffusion.schedulers.sampler import check_falling, check_schedule, shifted
+from maxdiffusion.diffusion.sampler import Latents, Sampler, Schedule, shifted
 
 
 class EulerState(NamedTuple):
-    """The latents; Euler remembers nothing else."""
+    """The latents; Euler needs nothing of earlier steps."""
 
-    sample: Float[Array, "..."]
+    sample: Latents
 
 
 class EulerCoefficients(NamedTuple):
-    """How far the noise level moves in a step (below 0)."""
+    """Change of the noise level in a step (below 0)."""
 
-    change: np.ndarray | jax.Array
+    change: Float[np.ndarray | jax.Array, "..."]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FlowMatchEuler:
-    """Samples a flow model in `steps` straight steps whose noise levels are moved up by `shift`."""
-
-    steps: int
-    shift: float
-    train_timesteps: int = 1000
-
-    def __post_init__(self) -> None:
-        check_schedule(steps=self.steps, shift=self.shift, train_timesteps=self.train_timesteps)
-        check_falling(self.sigmas, steps=self.steps, shift=self.shift)
+class FlowMatchEuler(Sampler):
+    """Samples a flow model in straight steps."""
 
     @functools.cached_property
-    def sigmas(self) -> np.ndarray:
+    def sigmas(self) -> Schedule:
         """The noise levels, ending at 0.
 
         diffusers shifts both ends of the training levels (in float32), spaces the steps evenly
-        between them, and shifts once more; the second shift is part of what users compare with.
+        between them, and shifts once more. The second shift is kept to match its results.
         """
         ends = np.array([self.train_timesteps, 1], np.float32) / np.float32(self.train_timesteps)
         highest, lowest = shifted(ends, float(self.shift)).astype(np.float64)
@@ -52,22 +47,22 @@ class FlowMatchEuler:
         return np.append(levels, 0).astype(np.float32)
 
     @functools.cached_property
-    def timesteps(self) -> np.ndarray:
+    def timesteps(self) -> Schedule:
         """The model's timesteps, float32."""
-        return self.sigmas[:-1] * np.float32(self.train_timesteps)
+        return np.asarray(self.sigmas[:-1] * np.float32(self.train_timesteps))
 
     @functools.cached_property
     def coefficients(self) -> EulerCoefficients:
         """The rows of all steps."""
         return EulerCoefficients(change=np.diff(self.sigmas.astype(np.float64)).astype(np.float32))
 
-    def start(self, latents: Float[Array, "..."]) -> EulerState:
-        """The state before the first step."""
+    def start(self, latents: Latents) -> EulerState:
+        """Returns the state before the first step."""
         return EulerState(sample=jnp.asarray(latents, jnp.float32))
 
     def advance(
-        self, state: EulerState, velocity: Float[Array, "..."], coefficients: EulerCoefficients
+        self, state: EulerState, velocity: Latents, coefficients: EulerCoefficients
     ) -> EulerState:
-        """The state after one step; all arithmetic is float32, whatever the model works in."""
+        """Returns the state after one step; the arithmetic is float32 for any model dtype."""
         moved = coefficients.change * velocity.astype(jnp.float32)
         return EulerState(sample=state.sample + moved)

@@ -1,35 +1,41 @@
-"""From the scheduler_config.json of a diffusers checkpoint to a sampler."""
+"""Registry of samplers: one row each, found by config name or by diffusers class name.
 
-from collections.abc import Callable, Mapping
+`scheduler: NAME` in a config and `_class_name` in a checkpoint's scheduler_config.json are looked
+up here. Adding a sampler takes one file with a `Sampler` and one row of `SAMPLERS`.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.schedulers.flow_match_euler import FlowMatchEuler
-from maxdiffusion.schedulers.sampler import Sampler
-from maxdiffusion.schedulers.unipc import UniPC
+from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
+from maxdiffusion.diffusion.sampler import Sampler
+from maxdiffusion.diffusion.unipc import UniPC
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A setting of a diffusers scheduler: its default there, and the values that are supported."""
+    """A setting of a diffusers scheduler: its default there, and its supported values."""
 
     name: str
     default: object
     supported: tuple[object, ...]
 
-    def problem(self, config: Mapping[str, object]) -> Problem | None:
-        """What is wrong with the setting in `config`, if anything."""
+    def check(self, config: Mapping[str, object]) -> None:
+        """Raises if `config` has a value that is not supported."""
         value = config.get(self.name, self.default)
         if value in self.supported:
-            return None
+            return
         allowed = " or ".join(map(repr, self.supported))
         source = "" if self.name in config else " (the default of a missing setting)"
-        return Problem(
+        problem = Problem(
             name=f"scheduler_config.json {self.name}",
             value=value,
             rule=f"only {allowed} is supported{source}",
             remedy="Change it there, or use the scheduler_config.json of a released WAN model",
         )
+        raise ProblemsFound([problem])
 
 
 def _off(name: str) -> Setting:
@@ -37,12 +43,17 @@ def _off(name: str) -> Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SchedulerClass:
-    """A diffusers scheduler class: the sampler it stands for and the settings it may have."""
+class SamplerEntry:
+    """A row of the registry: a sampler, its names, and the diffusers settings that it supports.
 
-    sampler: Callable[..., Sampler]
+    `shift_name` is the name of the shift in scheduler_config.json.
+    """
+
+    name: str
+    diffusers_class: str
+    sampler: type[Sampler]
     shift_name: str
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...] = ()
 
 
 _SIGMA_SPACINGS = (
@@ -53,15 +64,17 @@ _SIGMA_SPACINGS = (
     Setting(name="shift_terminal", default=None, supported=(None, 0)),
 )
 
-SCHEDULER_CLASSES: Mapping[str, SchedulerClass] = {
-    "UniPCMultistepScheduler": SchedulerClass(
+SAMPLERS: tuple[SamplerEntry, ...] = (
+    SamplerEntry(
+        name="unipc",
+        diffusers_class="UniPCMultistepScheduler",
         sampler=UniPC,
         shift_name="flow_shift",
         settings=(
             Setting(name="prediction_type", default="epsilon", supported=("flow_prediction",)),
             Setting(name="use_flow_sigmas", default=False, supported=(True,)),
             Setting(name="solver_order", default=2, supported=(2,)),
-            # diffusers itself reads the three last names as bh2
+            # diffusers itself reads the last three names as bh2
             Setting(
                 name="solver_type", default="bh2", supported=("bh2", "midpoint", "heun", "logrho")
             ),
@@ -74,44 +87,78 @@ SCHEDULER_CLASSES: Mapping[str, SchedulerClass] = {
             *_SIGMA_SPACINGS,
         ),
     ),
-    "FlowMatchEulerDiscreteScheduler": SchedulerClass(
+    SamplerEntry(
+        name="euler",
+        diffusers_class="FlowMatchEulerDiscreteScheduler",
         sampler=FlowMatchEuler,
         shift_name="shift",
         settings=(_off("invert_sigmas"), _off("stochastic_sampling"), *_SIGMA_SPACINGS),
     ),
-}
+)
+
+
+def find_sampler(name: str, samplers: Sequence[SamplerEntry] = SAMPLERS) -> SamplerEntry:
+    """Returns the row of the sampler that a config names."""
+    for entry in samplers:
+        if entry.name == name:
+            return entry
+    known = ", ".join(repr(entry.name) for entry in samplers)
+    problem = Problem(name="scheduler", value=name, rule=f"must be one of {known}")
+    raise ProblemsFound([problem])
+
+
+def sampler_named(
+    name: str,
+    scheduler: Mapping[str, Any],
+    *,
+    steps: int,
+    shift: float,
+    samplers: Sequence[SamplerEntry] = SAMPLERS,
+) -> Sampler:
+    """Returns the sampler that a config names, for a checkpoint with this scheduler config.
+
+    The checkpoint's settings apply if they are of the same sampler.
+    """
+    entry = find_sampler(name, samplers)
+    if scheduler.get("_class_name") == entry.diffusers_class:
+        return from_scheduler_config(scheduler, steps, shift, samplers=samplers)
+    return entry.sampler(steps=steps, shift=shift)
 
 
 def from_scheduler_config(
-    config: Mapping[str, object], steps: int, shift: float | None = None
+    config: Mapping[str, Any],
+    steps: int,
+    shift: float | None = None,
+    *,
+    samplers: Sequence[SamplerEntry] = SAMPLERS,
 ) -> Sampler:
-    """The sampler that `config` describes, for `steps` steps; `shift` replaces its own if given.
+    """Returns the sampler of a scheduler_config.json; `shift` replaces its own if given.
 
-    Settings that change nothing for flow models (betas, timestep spacing, ...) are not looked at.
-    Raises `ProblemsFound` with every setting that is not supported.
+    Settings that change nothing for flow models (betas, timestep spacing, ...) are ignored. Raises
+    `ProblemsFound` with every setting that is not supported.
     """
-    kind = _scheduler_class(config)
-    found = [problem for each in kind.settings if (problem := each.problem(config)) is not None]
-    if found:
-        raise ProblemsFound(found)
-    return kind.sampler(
+    entry = _entry_of_class(config.get("_class_name"), samplers)
+    problems = Collector()
+    for setting in entry.settings:
+        with problems:
+            setting.check(config)
+    problems.raise_if_any()
+    return entry.sampler(
         steps=steps,
-        shift=config.get(kind.shift_name, 1.0) if shift is None else shift,
+        shift=config.get(entry.shift_name, 1.0) if shift is None else shift,
         train_timesteps=config.get("num_train_timesteps", 1000),
     )
 
 
-def _scheduler_class(config: Mapping[str, object]) -> SchedulerClass:
-    name = config.get("_class_name")
-    if isinstance(name, str) and name in SCHEDULER_CLASSES:
-        return SCHEDULER_CLASSES[name]
-    raise ProblemsFound(
-        [
-            Problem(
-                name="scheduler_config.json _class_name",
-                value=name,
-                rule=f"the supported schedulers are {' and '.join(SCHEDULER_CLASSES)}",
-                remedy="Use a checkpoint whose scheduler folder names one of them",
-            )
-        ]
+def _entry_of_class(name: object, samplers: Sequence[SamplerEntry]) -> SamplerEntry:
+    for entry in samplers:
+        if entry.diffusers_class == name:
+            return entry
+    known = " and ".join(entry.diffusers_class for entry in samplers)
+    problem = Problem(
+        name="scheduler_config.json _class_name",
+        value=name,
+        rule=f"the supported schedulers are {known}",
+        remedy="Use a checkpoint whose scheduler folder names one of them",
     )
+    raise ProblemsFound([problem])

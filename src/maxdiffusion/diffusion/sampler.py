@@ -1,73 +1,83 @@
-"""What a sampler is: rows of numbers made on the host, and one step of plain arithmetic over them.
+"""Sampler interface: coefficients computed once on the host, and one step of plain arithmetic.
 
-    sampler.start(noise) -> state
-    for row in sampler.coefficients:                 # one row per step
+    state = sampler.start(noise)
+    for step, timestep in enumerate(sampler.timesteps):
         velocity = model(state.sample, timestep)
-        state = sampler.advance(state, velocity, row)
+        state = sampler.advance(state, velocity, step_row(sampler.coefficients, step))
     state.sample                                     # the finished latents
 
-Everything that depends on the step alone is computed once, on the host, in float64; `advance` takes
-its row as an array, so that one compiled step serves every step of every schedule.
+Everything that depends on the step alone is computed in float64 on the host. `advance` takes the
+row of its step as arrays, so that one compiled step serves every step of every schedule.
 """
 
 import math
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 Latents = Float[Array, "..."]
+Schedule = Num[np.ndarray, "..."]
+"""One number per step, or per noise level."""
 
 
-class SamplerState(Protocol):
-    """A pytree with the latents so far, and whatever the sampler remembers of earlier steps."""
+@dataclass(frozen=True, kw_only=True)
+class Sampler(ABC):
+    """A schedule of `steps` noise levels, shifted towards 1, and the rule to step along it.
+
+    A state is a pytree with the latents so far (`state.sample`) and whatever the sampler needs of
+    earlier steps.
+    """
+
+    steps: int
+    shift: float
+    train_timesteps: int = 1000
+
+    def __post_init__(self) -> None:
+        check_schedule(steps=self.steps, shift=self.shift, train_timesteps=self.train_timesteps)
+        check_falling(self.sigmas, steps=self.steps, shift=self.shift)
 
     @property
-    def sample(self) -> Latents: ...
-
-
-class Sampler(Protocol):
-    """A schedule of noise levels and the rule that steps from one to the next."""
+    @abstractmethod
+    def timesteps(self) -> Schedule:
+        """The timestep that the model gets at every step, [steps]."""
 
     @property
-    def timesteps(self) -> np.ndarray:
-        """What the model is told at every step, [steps]."""
-        ...
-
-    @property
-    def sigmas(self) -> np.ndarray:
+    @abstractmethod
+    def sigmas(self) -> Schedule:
         """The share of noise before every step and after the last, float32 [steps + 1]."""
-        ...
 
     @property
+    @abstractmethod
     def coefficients(self) -> Any:
         """A pytree of float32 numpy arrays with one row per step."""
-        ...
 
+    @abstractmethod
     def start(self, latents: Latents) -> Any:
-        """The state before the first step."""
-        ...
+        """Returns the state before the first step."""
 
+    @abstractmethod
     def advance(self, state: Any, velocity: Latents, coefficients: Any) -> Any:
-        """The state after one step, given the model's velocity and the step's row."""
-        ...
+        """Returns the state after one step, given the model's velocity and the step's row."""
 
 
 def step_row(coefficients: Any, step: int | jax.Array) -> Any:
-    """The row of one step, from the stacked rows of all steps."""
+    """Returns the row of one step, from the stacked rows of all steps."""
     return jax.tree.map(lambda stacked: stacked[step], coefficients)
 
 
-def shifted(sigmas: np.ndarray, shift: float) -> np.ndarray:
-    """Noise levels moved towards 1 by `shift`; 0 and 1 stay where they are."""
-    return shift * sigmas / (1 + (shift - 1) * sigmas)
+def shifted(sigmas: Schedule, shift: float) -> Schedule:
+    """Returns noise levels moved towards 1 by `shift`; 0 and 1 stay as they are."""
+    return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
 
 
 def check_schedule(*, steps: object, shift: object, train_timesteps: object) -> None:
-    """Refuses numbers from which no schedule can be made, all of them at once."""
+    """Raises every number that no schedule can be made from."""
     found = [
         None if _is_count(steps) else _not_a_count("num_inference_steps", steps, "WAN uses 40"),
         None if _is_positive(shift) else _bad_shift(shift),
@@ -85,13 +95,13 @@ def _is_count(value: object) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0  # type: ignore[arg-type, operator]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value) and value > 0
 
 
 def _not_a_count(name: str, value: object, remedy: str) -> Problem:
-    rule = "must be a whole number, 1 or more"
-    return Problem(name=name, value=value, rule=rule, remedy=remedy)
+    return Problem(name=name, value=value, rule="must be a positive integer", remedy=remedy)
 
 
 def _bad_shift(value: object) -> Problem:
@@ -103,17 +113,11 @@ def _bad_shift(value: object) -> Problem:
     )
 
 
-def check_falling(sigmas: np.ndarray, *, steps: int, shift: float) -> None:
-    """Refuses a schedule whose float32 noise levels do not fall at every step."""
+def check_falling(sigmas: Schedule, *, steps: int, shift: float) -> None:
+    """Raises if the float32 noise levels do not fall at every step."""
     if np.all(np.diff(sigmas) < 0):
         return
-    raise ProblemsFound(
-        [
-            Problem(
-                name="num_inference_steps",
-                value=steps,
-                rule=f"with flow_shift={shift} two neighbouring noise levels are equal in float32",
-                remedy="Use fewer steps or a smaller flow_shift",
-            )
-        ]
-    )
+    rule = f"with flow_shift={shift} two neighbouring noise levels are equal in float32"
+    remedy = "Use fewer steps or a smaller flow_shift"
+    problem = Problem(name="num_inference_steps", value=steps, rule=rule, remedy=remedy)
+    raise ProblemsFound([problem])

@@ -1,13 +1,13 @@
-"""UniPC of order 2 (B2(h), data prediction) for flow models, as WAN samples by default.
+"""UniPC of order 2 (B2(h), data prediction) for flow models: WAN's default sampler.
 
 With sigma the share of noise, alpha = 1 - sigma the share of data and lambda = log(alpha / sigma),
-a step from sigma_i to sigma_{i+1} does three things, all of them linear in the arrays:
+a step from sigma_i to sigma_{i+1} has three parts, each linear in the arrays:
 
-    data       m_i  = x_i - sigma_i v                        what the model says the clean video is
-    corrector  x_i <- from (x_{i-1}, m_{i-2}, m_{i-1}, m_i)  the last step redone, knowing its end
+    data       m_i  = x_i - sigma_i v                        predicts the clean video
+    corrector  x_i <- from (x_{i-1}, m_{i-2}, m_{i-1}, m_i)  repeats the last step, its end known
     predictor  x_{i+1} from (x_i, m_{i-1}, m_i)
 
-The first step has nothing to correct, and the first and the last predictor are of order 1.
+The first step has nothing to correct; the first and the last predictor are of order 1.
 """
 
 import functools
@@ -17,23 +17,23 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
 
-from maxdiffusion.schedulers.sampler import check_falling, check_schedule, shifted
+from maxdiffusion.diffusion.sampler import Latents, Sampler, Schedule, shifted
 
 # At sigma = 1 no data is left and lambda is infinite, so the first level stops just short of it.
 SHORT_OF_NOISE = 1e-6
 
-Weight = Any  # a number on host or device: of one step, or of all steps stacked
+Weight = Any
+"""A number on host or device: of one step, or of all steps stacked."""
 
 
 class UniPCState(NamedTuple):
     """The latents, the corrected latents one step ago, and the last two data predictions."""
 
-    sample: Float[Array, "..."]
-    previous: Float[Array, "..."]
-    data: Float[Array, "..."]
-    older_data: Float[Array, "..."]
+    sample: Latents
+    previous: Latents
+    data: Latents
+    older_data: Latents
 
 
 class Corrector(NamedTuple):
@@ -58,7 +58,7 @@ Row = TypeVar("Row", Corrector, Predictor)
 
 
 class UniPCCoefficients(NamedTuple):
-    """Everything that `advance` needs to know of a step."""
+    """The numbers that `advance` needs of a step."""
 
     sigma: Weight
     corrector: Corrector
@@ -66,19 +66,11 @@ class UniPCCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniPC:
-    """Samples a flow model in `steps` steps whose noise levels are moved up by `shift`."""
-
-    steps: int
-    shift: float
-    train_timesteps: int = 1000
-
-    def __post_init__(self) -> None:
-        check_schedule(steps=self.steps, shift=self.shift, train_timesteps=self.train_timesteps)
-        check_falling(self.sigmas, steps=self.steps, shift=self.shift)
+class UniPC(Sampler):
+    """Samples a flow model with a predictor and a corrector per step."""
 
     @functools.cached_property
-    def _levels(self) -> np.ndarray:
+    def _levels(self) -> Schedule:
         even = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)[:-1]
         levels = shifted(even, self.shift)
         if abs(levels[0] - 1) < SHORT_OF_NOISE:
@@ -86,12 +78,12 @@ class UniPC:
         return levels
 
     @functools.cached_property
-    def timesteps(self) -> np.ndarray:
-        """The model's timesteps, whole numbers cut off (not rounded) from the noise levels."""
+    def timesteps(self) -> Schedule:
+        """The model's timesteps: noise levels times `train_timesteps`, truncated to integers."""
         return (self._levels * self.train_timesteps).astype(np.int64)
 
     @functools.cached_property
-    def sigmas(self) -> np.ndarray:
+    def sigmas(self) -> Schedule:
         """The noise levels, ending at 0."""
         return np.append(self._levels, 0).astype(np.float32)
 
@@ -100,16 +92,16 @@ class UniPC:
         """The rows of all steps."""
         return unipc_coefficients(self.sigmas)
 
-    def start(self, latents: Float[Array, "..."]) -> UniPCState:
-        """The state before the first step; what is not known yet is zero and weighs nothing."""
+    def start(self, latents: Latents) -> UniPCState:
+        """Returns the state before the first step; unknown arrays are zero and have weight 0."""
         sample = jnp.asarray(latents, jnp.float32)
         nothing = jnp.zeros_like(sample)
         return UniPCState(sample=sample, previous=nothing, data=nothing, older_data=nothing)
 
     def advance(
-        self, state: UniPCState, velocity: Float[Array, "..."], coefficients: UniPCCoefficients
+        self, state: UniPCState, velocity: Latents, coefficients: UniPCCoefficients
     ) -> UniPCState:
-        """The state after one step; all arithmetic is float32, whatever the model works in."""
+        """Returns the state after one step; the arithmetic is float32 for any model dtype."""
         sigma, corrector, predictor = coefficients
         new_data = state.sample - sigma * velocity.astype(jnp.float32)
         corrected = (
@@ -127,8 +119,8 @@ class UniPC:
         return UniPCState(sample=sample, previous=corrected, data=new_data, older_data=state.data)
 
 
-def unipc_coefficients(sigmas: np.ndarray) -> UniPCCoefficients:
-    """The rows of all steps between the given noise levels, computed in float64."""
+def unipc_coefficients(sigmas: Schedule) -> UniPCCoefficients:
+    """Returns the rows of all steps between the given noise levels, computed in float64."""
     levels = sigmas.astype(np.float64)
     with np.errstate(divide="ignore"):  # the last level is 0, its lambda +inf
         lambdas = np.log(1 - levels) - np.log(levels)
@@ -143,13 +135,13 @@ def unipc_coefficients(sigmas: np.ndarray) -> UniPCCoefficients:
     )
 
 
-def _step_weights(levels: np.ndarray, lambdas: np.ndarray, step: int) -> tuple[float, float, float]:
-    """The weights of latents and of newest data over one step, and the step's width in lambda."""
+def _step_weights(levels: Schedule, lambdas: Schedule, step: int) -> tuple[float, float, float]:
+    """Returns the weights of latents and newest data over a step, and its width in lambda."""
     width = lambdas[step + 1] - lambdas[step]
     return levels[step + 1] / levels[step], (1 - levels[step + 1]) * np.expm1(-width), width
 
 
-def _predictor(levels: np.ndarray, lambdas: np.ndarray, step: int, order: int) -> Predictor:
+def _predictor(levels: Schedule, lambdas: Schedule, step: int, order: int) -> Predictor:
     keep, pull, width = _step_weights(levels, lambdas, step)
     if order == 1:
         return Predictor(sample=keep, data=0.0, new_data=-pull)
@@ -158,7 +150,7 @@ def _predictor(levels: np.ndarray, lambdas: np.ndarray, step: int, order: int) -
     return Predictor(sample=keep, data=-slope, new_data=slope - pull)
 
 
-def _corrector(levels: np.ndarray, lambdas: np.ndarray, step: int, order: int) -> Corrector:
+def _corrector(levels: Schedule, lambdas: Schedule, step: int, order: int) -> Corrector:
     keep, pull, width = _step_weights(levels, lambdas, step)
     if order == 1:
         return Corrector(
@@ -172,8 +164,8 @@ def _corrector(levels: np.ndarray, lambdas: np.ndarray, step: int, order: int) -
     )
 
 
-def _second_order_weights(ratio: float, width: float) -> np.ndarray:
-    """The two numbers that make the corrector exact to second order, for B(h) = exp(h) - 1."""
+def _second_order_weights(ratio: float, width: float) -> Schedule:
+    """Returns the two weights that make the corrector second order, for B(h) = exp(h) - 1."""
     base = np.expm1(-width)
     first = -base / width - 1
     second = 2 * (-first / width - 0.5)
@@ -185,5 +177,6 @@ def _no_correction() -> Corrector:
 
 
 def _stack(rows: list[Row]) -> Row:
-    """One row of arrays over steps, from the rows of every step."""
-    return jax.tree.map(lambda *numbers: np.asarray(numbers, np.float32), *rows)
+    """Returns one row of arrays over steps, from the rows of every step."""
+    stacked: Row = jax.tree.map(lambda *numbers: np.asarray(numbers, np.float32), *rows)
+    return stacked

@@ -1,4 +1,8 @@
-"""The start of a job with several processes: found by jax, or as the config says."""
+"""Joins the processes of a job by jax.distributed: configured, or detected by jax.
+
+Every way to fail ends with a message that names the process, its host, the address and the field
+to change, before jax would abort the process with a C++ stack.
+"""
 
 import os
 import socket
@@ -8,16 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import jax
-from jax._src.clusters import ClusterEnv  # what jax.distributed.initialize itself asks
 
-from maxdiffusion.runtime.problems import STOPPED, Problem, ProblemsFound, RunFailed
+from maxdiffusion.distributed.service import UnsupportedJax, auto_detect
+from maxdiffusion.errors import STOPPED, Collector, Problem, ProblemsFound, RunFailed
 
-GRACE_SECONDS = 60  # so much later jax would abort
+GRACE_SECONDS = 60  # jax aborts this long after our own deadline
 ADDRESS, PROCESSES, PROCESS = "jax_coordinator_address", "jax_num_processes", "jax_process_id"
-# What launchers set where nobody writes keys; jax itself reads the first.
+# Variables that launchers set; jax itself reads only the first.
 ENVIRONMENT: Mapping[str, str] = {
     ADDRESS: "JAX_COORDINATOR_ADDRESS",
     PROCESSES: "JAX_NUM_PROCESSES",
@@ -26,12 +29,12 @@ ENVIRONMENT: Mapping[str, str] = {
 
 
 class CannotJoin(RunFailed):
-    """This process could not become part of its job."""
+    """This process could not join its job."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long the processes of a job wait for each other, in seconds."""
+class Timeouts:
+    """Seconds that the processes of a job wait for each other."""
 
     join: int = 300
     heartbeat: int = 100
@@ -44,118 +47,151 @@ class Patience:
 
     @property
     def dead(self) -> float:
-        """After so long without a sign a process counts as dead; before jax itself says so."""
+        """Seconds without a heartbeat after which a process counts as dead, before jax's own."""
         return self.heartbeat / 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a job meets, how many processes it has, and which one this is."""
+class ProcessGroup:
+    """A job of several processes: its address, its size, and the index of this process."""
 
     address: str
     processes: int
     process: int
 
 
-def stated_place(
-    address: str, processes: int | None, process: int | None, environment: Mapping[str, str]
-) -> dict[str, Any]:
-    """What keys, and where they are silent the environment, say of a place; may be in part."""
-    stated: dict[str, Any] = {ADDRESS: address or None, PROCESSES: processes, PROCESS: process}
-    for name, variable in ENVIRONMENT.items():
-        if stated[name] is None and environment.get(variable):
-            text = environment[variable]
-            stated[name] = text if name == ADDRESS else _whole(variable, text)
-    return stated
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """The stated part of a process group; None for what is left to detection."""
+
+    address: str | None = None
+    processes: int | None = None
+    process: int | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Returns whether nothing is left to detection."""
+        return None not in (self.address, self.processes, self.process)
+
+    @property
+    def is_single(self) -> bool:
+        """Returns whether nothing here names a job of several processes."""
+        return self.address is None and self.processes in (None, 1) and self.process in (None, 0)
 
 
-def find_place(stated: Mapping[str, Any], *, patience: Patience) -> Place | None:
-    """The place of this process; None if it runs alone. What nobody states is found by jax.
+def configured_cluster(config: ClusterConfig, environment: Mapping[str, str]) -> ClusterConfig:
+    """Fills in from the environment what the config leaves open."""
 
-    jax knows Cloud TPU slices, GKE (JobSets too), Slurm and Open MPI.
+    def number(name: str) -> int | None:
+        variable = ENVIRONMENT[name]
+        return _parse_int(variable, environment[variable]) if environment.get(variable) else None
+
+    return ClusterConfig(
+        address=config.address or environment.get(ENVIRONMENT[ADDRESS]) or None,
+        processes=number(PROCESSES) if config.processes is None else config.processes,
+        process=number(PROCESS) if config.process is None else config.process,
+    )
+
+
+def detect_cluster(stated: ClusterConfig, *, timeouts: Timeouts) -> ProcessGroup | None:
+    """Returns the group of this process, or None if it runs alone. jax detects what is not stated.
+
+    Raises ProblemsFound for values that are missing or wrong.
     """
-    found = dict(stated)
-    if None in found.values():
+    found = stated
+    if not stated.is_complete:
         try:
-            detected = ClusterEnv.auto_detect_unset_distributed_params(
-                found[ADDRESS], found[PROCESSES], found[PROCESS], None, None, patience.join
+            address, processes, process = auto_detect(
+                stated.address, stated.processes, stated.process, timeout=timeouts.join
             )
-        except Exception as error:  # every kind of cluster has its own ways to fail
+        except UnsupportedJax:
+            raise
+        except Exception as error:  # each kind of cluster has its own exceptions
             raise CannotJoin(
-                f"jax found a cluster here and could not read it: {error}. Set {ADDRESS}, "
+                f"jax detected a cluster and could not read it: {error}. Set {ADDRESS}, "
                 f"{PROCESSES} and {PROCESS}, or skip_jax_distributed_system=true to run alone."
             ) from error
-        found = dict(zip((ADDRESS, PROCESSES, PROCESS), detected, strict=False))
-    if found[PROCESSES] in (None, 1) and found[ADDRESS] is None and found[PROCESS] in (None, 0):
+        found = ClusterConfig(address=address, processes=processes, process=process)
+    if found.is_single:
         return None
-    problems = [*_missing(found), *_wrong(found)]
-    if problems:
-        raise ProblemsFound(problems)
-    if found[PROCESSES] == 1:
+    _check(found)
+    assert found.address is not None
+    assert found.processes is not None
+    assert found.process is not None
+    if found.processes == 1:
         return None
-    return Place(address=found[ADDRESS], processes=found[PROCESSES], process=found[PROCESS])
+    return ProcessGroup(address=found.address, processes=found.processes, process=found.process)
 
 
-def join(place: Place, patience: Patience) -> None:
-    """Makes this process part of its job, or ends in words after `patience.join` seconds."""
-    if place.process == 0:
-        _check_free(place)
-    # Only CPUs ask for it: their processes have no links of their own.
+def join(group: ProcessGroup, timeouts: Timeouts) -> None:
+    """Joins the job. Raises CannotJoin, or ends the process after `timeouts.join` seconds."""
+    if group.process == 0:
+        _check_port(group)
+    # CPUs have no links of their own; other devices ignore this.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     began = time.monotonic()
     try:
-        with _deadline(patience.join, lambda: _too_late(place, patience)):
+        with _deadline(timeouts.join, lambda: _timeout_message(group, timeouts)):
             jax.distributed.initialize(
-                place.address,
-                place.processes,
-                place.process,
+                group.address,
+                group.processes,
+                group.process,
                 cluster_detection_method="deactivate",
-                initialization_timeout=patience.join + GRACE_SECONDS,
-                heartbeat_timeout_seconds=patience.heartbeat,
-                shutdown_timeout_seconds=patience.heartbeat,
+                initialization_timeout=timeouts.join + GRACE_SECONDS,
+                heartbeat_timeout_seconds=timeouts.heartbeat,
+                shutdown_timeout_seconds=timeouts.heartbeat,
             )
     except (RuntimeError, ValueError) as error:
         waited = f"after {time.monotonic() - began:.0f} s"
-        raise CannotJoin(_not_joined(place, waited, _first_line(error))) from error
+        raise CannotJoin(_not_joined(group, waited, _first_line(error))) from error
 
 
-def answers(address: str, seconds: float) -> bool:
-    """Whether somebody listens at an address."""
+def is_listening(address: str, timeout: float) -> bool:
+    """Returns whether a connection to `host:port` succeeds within `timeout` seconds."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), seconds):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout):
             return True
     except OSError:
         return False
 
 
-def _check_free(place: Place) -> None:
-    """Raises CannotJoin if the port where the job is to meet has a listener on this host.
+def report_exit(reason: str) -> None:
+    """Writes why this process exits to stderr.
 
-    jax would die by a signal there, or share the port with another job, whichever listens.
+    Does not use logging, whose lock a thread that hangs may hold.
     """
-    port = int(place.address.rpartition(":")[2])
+    sys.stderr.write(f"stopped: {reason}\n")
+    sys.stderr.flush()
+
+
+def _check_port(group: ProcessGroup) -> None:
+    """Raises CannotJoin if the coordinator's port is in use on this host.
+
+    jax would either die by a signal there, or share the port with another job.
+    """
+    port = int(group.address.rpartition(":")[2])
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     try:
         socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
     except OSError as error:
         raise CannotJoin(
-            f"process 0 cannot listen at {place.address} on host {socket.gethostname()}: "
-            f"{error.strerror}. End what listens at port {port} there, perhaps an earlier run of "
-            f"this job, or set {ADDRESS} to another port."
+            f"process 0 cannot listen at {group.address} on host {socket.gethostname()}: "
+            f"{error.strerror}. End the program that uses port {port} there, perhaps an earlier "
+            f"run of this job, or set {ADDRESS} to another port."
         ) from error
 
 
 @contextmanager
-def _deadline(seconds: float, last_words: Callable[[], str]) -> Iterator[None]:
-    """Ends the process in words if the block takes longer.
+def _deadline(seconds: float, message: Callable[[], str]) -> Iterator[None]:
+    """Ends the process with a message if the block takes longer.
 
-    A join that fails within jax aborts the process with a C++ stack, so it must not get there.
+    A join that fails inside jax aborts the process with a C++ stack.
     """
 
     def end() -> None:
-        print(f"stopped: {last_words()}", file=sys.stderr, flush=True)
+        report_exit(message())
         os._exit(STOPPED)
 
     timer = threading.Timer(seconds, end)
@@ -167,30 +203,25 @@ def _deadline(seconds: float, last_words: Callable[[], str]) -> Iterator[None]:
         timer.cancel()
 
 
-def _too_late(place: Place, patience: Patience) -> str:
-    if place.process:
-        reason = "nobody answers there, or other processes are missing"
+def _timeout_message(group: ProcessGroup, timeouts: Timeouts) -> str:
+    if group.process:
+        reason = "no answer from that address, or other processes are missing"
     else:
-        port = place.address.rpartition(":")[2]
+        port = group.address.rpartition(":")[2]
         reason = f"this process listens at port {port} of its host, and others are missing"
-    key = f"jax_distributed_initialization_timeout={patience.join}"
-    return _not_joined(place, f"within {key} s", reason)
+    field = f"jax_distributed_initialization_timeout={timeouts.join}"
+    return _not_joined(group, f"within {field} s", reason)
 
 
-def _not_joined(place: Place, waited: str, reason: str) -> str:
+def _not_joined(group: ProcessGroup, waited: str, reason: str) -> str:
     return (
-        f"process {place.process} of {place.processes} on host {socket.gethostname()} could not "
-        f"join the job at {place.address} {waited}: {reason}. Start all {place.processes} "
+        f"process {group.process} of {group.processes} on host {socket.gethostname()} could not "
+        f"join the job at {group.address} {waited}: {reason}. Start all {group.processes} "
         "processes, and check that every host reaches that address."
     )
 
 
-def environment() -> Mapping[str, str]:
-    """The environment of this process."""
-    return os.environ
-
-
-def _whole(name: str, text: str) -> int:
+def _parse_int(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -199,37 +230,54 @@ def _whole(name: str, text: str) -> int:
         raise ProblemsFound([problem]) from None
 
 
-def _missing(found: Mapping[str, Any]) -> list[Problem]:
-    remedy = "Set all three keys, or none where jax finds the cluster by itself"
-    rule = "a job of several processes needs it, and no cluster was found that says it"
-    return [
-        Problem(name=name, value=value, rule=rule, remedy=f"{remedy} ({ENVIRONMENT[name]} works)")
-        for name, value in found.items()
+def _check(found: ClusterConfig) -> None:
+    """Raises ProblemsFound for every value that is missing or wrong."""
+    problems = Collector()
+    for check in (_check_complete, _check_address, _check_numbers):
+        with problems:
+            check(found)
+    problems.raise_if_any()
+
+
+def _check_complete(found: ClusterConfig) -> None:
+    values = {ADDRESS: found.address, PROCESSES: found.processes, PROCESS: found.process}
+    missing = [
+        Problem(
+            name=name,
+            value=None,
+            rule="a job of several processes needs it, and no detected cluster gives it",
+            remedy=f"Set all three fields, or none where jax detects the cluster "
+            f"({ENVIRONMENT[name]} works too)",
+        )
+        for name, value in values.items()
         if value is None
     ]
+    if missing:
+        raise ProblemsFound(missing)
 
 
-def _wrong(found: Mapping[str, Any]) -> list[Problem]:
-    problems = []
-    address, processes, process = (found[name] for name in (ADDRESS, PROCESSES, PROCESS))
-    if address is not None and not _has_port(address):
-        remedy = "Name a host and a free port of it, such as 10.0.0.1:1234"
+def _check_address(found: ClusterConfig) -> None:
+    if found.address is None:
+        return
+    host, _, port = found.address.rpartition(":")
+    if not (host and port.isdecimal() and 1 <= int(port) <= 65535):
         rule = "must be host:port, with a port from 1 to 65535"
-        problems.append(Problem(name=ADDRESS, value=address, rule=rule, remedy=remedy))
-    if processes is not None and processes < 1:
+        remedy = "Name a host and a free port of it, such as 10.0.0.1:1234"
+        raise ProblemsFound([Problem(name=ADDRESS, value=found.address, rule=rule, remedy=remedy)])
+
+
+def _check_numbers(found: ClusterConfig) -> None:
+    processes, process = found.processes, found.process
+    if processes is None:
+        return
+    if processes < 1:
         remedy = f"Set it to the number of processes ({ENVIRONMENT[PROCESSES]} works)"
         rule = "must be at least 1"
-        problems.append(Problem(name=PROCESSES, value=processes, rule=rule, remedy=remedy))
-    elif processes is not None and process is not None and not 0 <= process < processes:
+        raise ProblemsFound([Problem(name=PROCESSES, value=processes, rule=rule, remedy=remedy)])
+    if process is not None and not 0 <= process < processes:
         rule = f"must be below {PROCESSES}={processes}: processes count from 0"
         remedy = f"Use 0 to {processes - 1}, each once"
-        problems.append(Problem(name=PROCESS, value=process, rule=rule, remedy=remedy))
-    return problems
-
-
-def _has_port(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535
+        raise ProblemsFound([Problem(name=PROCESS, value=process, rule=rule, remedy=remedy)])
 
 
 def _first_line(error: Exception) -> str:

@@ -1,14 +1,22 @@
-"""jax's own splash attention kernel on [B, S, N, H] arrays of any length."""
+"""jax's own splash attention kernel on [B, S, N, H] arrays of any length.
+
+The tokamax package's splash kernel: attention, partials over some keys, and their gradients.
+
+tokamax has no public name for it yet; everything that depends on its private modules is in this
+file.
+"""
 
 import math
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-LANES = 128
+from maxdiffusion.kernels.reference import Partials, pad_length
+from maxdiffusion.kernels.tpu import LANES, BlockSizes, round_up
 
 
 def splash_module() -> ModuleType:
@@ -18,50 +26,27 @@ def splash_module() -> ModuleType:
     return splash_attention_kernel
 
 
-@dataclass(frozen=True, kw_only=True)
-class SplashBlocks:
-    """Tile sizes of the forward and backward splash kernels, all multiples of 128."""
-
-    block_q: int
-    block_kv: int
-    block_kv_compute: int
-    block_q_dkv: int
-    block_kv_dkv: int
-    block_kv_dkv_compute: int
-    block_q_dq: int
-    block_kv_dq: int
-
-    @property
-    def q_multiple(self) -> int:
-        """What the padded query length is a multiple of."""
-        return math.lcm(self.block_q, self.block_q_dkv, self.block_q_dq)
-
-    @property
-    def kv_multiple(self) -> int:
-        """What the padded key length is a multiple of."""
-        return math.lcm(self.block_kv, self.block_kv_dkv, self.block_kv_dq)
-
-    def vmem_bytes(self, head_dim: int, itemsize: int) -> int:
-        """VMEM of a forward call: blocks, held twice, its float32 state, and one tile of scores."""
-        lanes = -(-head_dim // 128) * 128
-        blocks = 2 * (2 * self.block_q + 2 * self.block_kv) * lanes * itemsize
-        state = self.block_q * (lanes + 2 * 128) * 4
-        return blocks + state + self.block_q * self.block_kv_compute * 4
+def q_multiple(blocks: BlockSizes) -> int:
+    """Returns the number that the padded query length is a multiple of."""
+    return math.lcm(*filter(None, (blocks.block_q, blocks.block_q_dkv, blocks.block_q_dq)))
 
 
-def pad_length(array: Array, dim: int, multiple: int) -> Array:
-    """`array` with zeros appended until its dimension `dim` is a multiple of `multiple`."""
-    missing = -array.shape[dim] % multiple
-    if missing == 0:
-        return array
-    widths = [(0, 0)] * array.ndim
-    widths[dim] = (0, missing)
-    return jnp.pad(array, widths)
+def kv_multiple(blocks: BlockSizes) -> int:
+    """Returns the number that the padded key length is a multiple of."""
+    return math.lcm(*filter(None, (blocks.block_kv, blocks.block_kv_dkv, blocks.block_kv_dq)))
+
+
+def splash_vmem_bytes(blocks: BlockSizes, *, head_dim: int, itemsize: int) -> int:
+    """Returns the VMEM of a forward call: blocks, held twice, float32 state, a tile of scores."""
+    lanes = round_up(head_dim, LANES)
+    buffers = 2 * (2 * blocks.block_q + 2 * blocks.block_kv) * lanes * itemsize
+    state = blocks.block_q * (lanes + 2 * LANES) * 4
+    return buffers + state + blocks.block_q * blocks.block_kv_compute * 4
 
 
 def key_segments(
     valid: Bool[Array, "B T"] | None, batch: int, keys: int, padded: int
-) -> Int[Array, "B T"] | None:
+) -> Int[Array, "B _T"] | None:
     """Segment ids that tell keys that count (1) from those that do not (0); None if all count."""
     if valid is None and padded == keys:
         return None
@@ -80,7 +65,7 @@ def splash_attention(
     k: Float[Array, "B T N H"],
     v: Float[Array, "B T N H"],
     *,
-    blocks: SplashBlocks,
+    blocks: BlockSizes,
     scale: float,
     valid: Bool[Array, "B T"] | None = None,
     interpret: bool = False,
@@ -94,15 +79,15 @@ def splash_attention(
     q_BNSH, k_BNTH, v_BNTH = (
         pad_length(array.transpose(0, 2, 1, 3), 2, multiple)
         for array, multiple in (
-            (scaled(q, scale), blocks.q_multiple),
-            (k, blocks.kv_multiple),
-            (v, blocks.kv_multiple),
+            (scaled(q, scale), q_multiple(blocks)),
+            (k, kv_multiple(blocks)),
+            (v, kv_multiple(blocks)),
         )
     )
     shape = (q_BNSH.shape[2], k_BNTH.shape[2])
     kernel = splash.make_splash_mha_single_device(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask(shape)] * heads),
-        block_sizes=splash.BlockSizes(**vars(blocks)),
+        block_sizes=_jax_block_sizes(splash, blocks),
         interpret=interpret,
     )
     kv_ids = key_segments(valid, batch, keys, shape[1])
@@ -111,4 +96,169 @@ def splash_attention(
     else:
         ids = splash.SegmentIds(q=jnp.ones((batch, shape[0]), jnp.int32), kv=kv_ids)
         out = jax.vmap(kernel)(q_BNSH, k_BNTH, v_BNTH, ids)
-    return out[:, :, :q_len].transpose(0, 2, 1, 3)
+    tokens: Array = out[:, :, :q_len].transpose(0, 2, 1, 3)
+    return tokens
+
+
+def _jax_block_sizes(splash: ModuleType, blocks: BlockSizes) -> Any:
+    """Returns jax's own form of these sizes; a fused backward pass has no sizes for dq."""
+    fused = bool(blocks.use_fused_bwd_kernel)
+    return splash.BlockSizes(
+        block_q=blocks.block_q,
+        block_kv=blocks.block_kv,
+        block_kv_compute=blocks.block_kv_compute,
+        block_q_dkv=blocks.block_q_dkv,
+        block_kv_dkv=blocks.block_kv_dkv,
+        block_kv_dkv_compute=blocks.block_kv_dkv_compute,
+        block_q_dq=None if fused else blocks.block_q_dq,
+        block_kv_dq=None if fused else blocks.block_kv_dq,
+        use_fused_bwd_kernel=fused,
+    )
+
+
+Queries = Float[Array, "B S N H"]
+Keys = Float[Array, "B T N H"]
+Valid = Bool[Array, "B T"]
+
+
+def tokamax_module() -> ModuleType:
+    """tokamax's kernel module; importing it takes two seconds, so only plans that need it do."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel
+
+    module: ModuleType = splash_attention_kernel
+    return module
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokamaxOptions:
+    """Everything about a call that is neither an array nor a size."""
+
+    blocks: BlockSizes
+    scale: float
+    use_base2_exp: bool = True
+    use_experimental_scheduler: bool = False
+    interpret: bool = False
+
+    def config(self, *, use_base2_exp: bool) -> Any:
+        """tokamax's own form of these options."""
+        blocks = self.blocks
+        return tokamax_module().SplashConfig(
+            block_q=blocks.block_q,
+            block_kv=blocks.block_kv,
+            block_kv_compute=blocks.block_kv_compute,
+            block_q_dkv=blocks.block_q_dkv,
+            block_kv_dkv=blocks.block_kv_dkv,
+            block_kv_dkv_compute=blocks.block_kv_dkv_compute,
+            use_fused_bwd_kernel=True,  # tokamax has no other
+            use_base2_exp=use_base2_exp,
+            use_experimental_scheduler=self.use_experimental_scheduler,
+            interpret=self.interpret,
+        )
+
+
+def tokamax_attention(
+    q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
+) -> Queries:
+    """Attention over all keys, differentiable; a row without keys is unspecified."""
+    config = options.config(use_base2_exp=options.use_base2_exp)
+    out = _run(q, k, v, valid, options, _kernel(q, k, options, config, save_residuals=False))
+    return _tokens(out, q.shape[1])
+
+
+def tokamax_partials(
+    q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
+) -> Partials:
+    """Attention over these keys, already divided: m is the natural log-sum and l is 1."""
+    config = options.config(use_base2_exp=options.use_base2_exp)
+    kernel = _kernel(q, k, options, config, save_residuals=True)
+    out, saved = _run(q, k, v, valid, options, kernel)
+    m = saved["logsumexp"][:, :, : q.shape[1]].transpose(0, 2, 1)
+    out = _tokens(out, q.shape[1]).astype(jnp.float32)
+    return Partials(o=out, m=m, l=jnp.ones_like(m))
+
+
+def tokamax_gradients(
+    qkv: tuple[Queries, Keys, Keys],
+    valid: Valid | None,
+    outcome: tuple[Queries, Float[Array, "B S N"], Queries],
+    options: TokamaxOptions,
+) -> tuple[Queries, Keys, Keys]:
+    """Returns the share of these keys in the gradient of q, and the gradients of k and v.
+
+    `outcome` is the output over *all* keys, its natural log-sum, and the gradient of the output.
+    """
+    q, k, v = qkv
+    out, log_sum, d_out = outcome
+    # The saved log-sum is natural, and only the natural exponent's backward pass reads it as such.
+    config = options.config(use_base2_exp=False)
+    kernel = _kernel(q, k, options, config, save_residuals=False)
+    q_BNSH, k_BNTH, v_BNTH, ids = _inputs(q, k, v, valid, options)
+    out_BNSH, d_out_BNSH = (
+        pad_length(part.transpose(0, 2, 1, 3), 2, q_multiple(options.blocks))
+        for part in (out, d_out)
+    )
+    log_sum_BNS = pad_length(log_sum.transpose(0, 2, 1), 2, q_multiple(options.blocks))
+
+    def backward(q: Array, k: Array, v: Array, ids: Any, *rest: Array) -> tuple[Array, ...]:
+        out, log_sum, d_out = rest
+        saved = (q, k, v, ids, None, out, log_sum, kernel.dkv_mask_info)
+        grads = tokamax_module()._splash_attention_bwd(
+            False,
+            kernel.kwargs["mask_value"],
+            False,
+            config,
+            kernel.kwargs["mask_function"],
+            kernel.kwargs["fwd_mask_sparsity"],
+            kernel.kwargs["dkv_mask_sparsity"],
+            saved,
+            d_out,
+        )
+        d_qkv: tuple[Array, ...] = grads[2:5]
+        return d_qkv
+
+    d_q, d_k, d_v = jax.vmap(backward)(
+        q_BNSH, k_BNTH, v_BNTH, ids, out_BNSH, log_sum_BNS, d_out_BNSH
+    )
+    d_q = _tokens(d_q, q.shape[1]).astype(jnp.float32) * options.scale
+    return d_q, _tokens(d_k, k.shape[1]), _tokens(d_v, k.shape[1])
+
+
+def _kernel(
+    q: Queries, k: Keys, options: TokamaxOptions, config: Any, *, save_residuals: bool
+) -> Any:
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask
+
+    q_len = -(-q.shape[1] // q_multiple(options.blocks)) * q_multiple(options.blocks)
+    kv_len = -(-k.shape[1] // kv_multiple(options.blocks)) * kv_multiple(options.blocks)
+    return tokamax_module().make_splash_mha(
+        splash_attention_mask.FullMask((q_len, kv_len)),
+        config=config,
+        save_residuals=save_residuals,
+        q_seq_shards=1,
+    )
+
+
+def _inputs(
+    q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
+) -> tuple[Array, Array, Array, Any]:
+    """q, k, v as [B, N, S, H] in whole tiles, and the segment ids that hide what does not count."""
+    blocks = options.blocks
+    q_BNSH = pad_length(scaled(q, options.scale).transpose(0, 2, 1, 3), 2, q_multiple(blocks))
+    k_BNTH, v_BNTH = (
+        pad_length(part.transpose(0, 2, 1, 3), 2, kv_multiple(blocks)) for part in (k, v)
+    )
+    kv_ids = key_segments(valid, q.shape[0], k.shape[1], k_BNTH.shape[2])
+    if kv_ids is None:
+        return q_BNSH, k_BNTH, v_BNTH, None
+    q_ids = jnp.ones((q.shape[0], q_BNSH.shape[2]), jnp.int32)
+    return q_BNSH, k_BNTH, v_BNTH, tokamax_module().SegmentIds(q=q_ids, kv=kv_ids)
+
+
+def _run(
+    q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions, kernel: Any
+) -> Any:
+    return jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(*_inputs(q, k, v, valid, options))
+
+
+def _tokens(x: Float[Array, "B N _S H"], length: int) -> Float[Array, "B _ N H"]:
+    return x[:, :, :length].transpose(0, 2, 1, 3)

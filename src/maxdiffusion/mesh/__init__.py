@@ -1,8 +1,14 @@
-"""The device mesh: axes, device order, and the axes that each dimension is split over."""
+"""The device mesh: axes, device order and axis rules."""
 
-from maxdiffusion.mesh.axes import AXES, CONTEXT_AXES, MeshShape
-from maxdiffusion.mesh.devices import build_mesh, single_device_mesh
-from maxdiffusion.mesh.layout import ActivationLayout, parameter_sharding
+from maxdiffusion.mesh.mesh import (
+    AXES,
+    CONTEXT_AXES,
+    ActivationLayout,
+    MeshShape,
+    build_mesh,
+    parameter_sharding,
+    single_device_mesh,
+)
 
 __all__ = [
     "AXES",

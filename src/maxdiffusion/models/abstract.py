@@ -1,4 +1,4 @@
-"""Models taken apart: the structure on one side, the numbers that are trained on the other."""
+"""Models without weights: the graph, and the shape, dtype and sharding of every parameter."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,68 +9,83 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import parameter_sharding
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 Model = TypeVar("Model", bound=nnx.Module)
 Values = dict[str, jax.Array]  # dotted path -> parameter
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part(Generic[Model]):
-    """One model: its structure, and its parameters as shapes."""
+class AbstractModel(Generic[Model]):
+    """Holds a model's graph and its abstract parameters.
+
+    AbstractModel.of(build) --on(mesh)-----> abstract parameters with shardings
+                            --merge(values)-> the model with these weights
+    """
 
     graph: nnx.GraphDef[Model]
-    variables: nnx.State
+    parameters: nnx.State
 
     @classmethod
-    def of(cls, build: Callable[[nnx.Rngs], Model]) -> "Part[Model]":
-        """The part of the model that `build` makes; nothing is computed."""
-        graph, variables = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
-        return cls(graph=graph, variables=variables)
+    def of(cls, build: Callable[[nnx.Rngs], Model]) -> "AbstractModel[Model]":
+        """Returns the model that `build` makes, without computing its weights."""
+        graph, parameters = nnx.split(nnx.eval_shape(lambda: build(nnx.Rngs(0))))
+        return cls(graph=graph, parameters=parameters)
 
-    def merge(self, values: Mapping[str, jax.Array]) -> Model:
-        """The model with these parameters."""
-        return nnx.merge(self.graph, self.state(values))
+    def on(self, mesh: Mesh) -> nnx.State:
+        """Returns the abstract parameters with their shardings on the mesh."""
+        shardings = self.shardings(mesh)
+
+        def placed(path: str, variable: nnx.Variable) -> nnx.Variable:
+            shape = jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path])
+            return variable.replace(shape)
+
+        flat = nnx.to_flat_state(self.parameters)
+        return nnx.from_flat_state([(path, placed(dotted(path), one)) for path, one in flat])
+
+    def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
+        """Returns the sharding of every parameter by its dotted path."""
+        return {
+            dotted(path): parameter_sharding(mesh, variable.dims, variable.shape)
+            for path, variable in nnx.to_flat_state(self.parameters)
+        }
 
     def state(self, values: Mapping[str, jax.Array]) -> nnx.State:
-        """The parameters with the structure and the words for dimensions that models have."""
-        flat = nnx.to_flat_state(self.variables)
+        """Returns the values as variables, with the dimension names that the model gives them."""
+        flat = nnx.to_flat_state(self.parameters)
         return nnx.from_flat_state(
             [(path, variable.replace(values[dotted(path)])) for path, variable in flat]
         )
 
-    def shardings(self, mesh: Mesh) -> dict[str, NamedSharding]:
-        """Where every parameter lives on the mesh."""
-        return {
-            dotted(path): parameter_sharding(mesh, variable.dims, variable.shape)
-            for path, variable in nnx.to_flat_state(self.variables)
-        }
-
-
-def values_of(state: nnx.State) -> Values:
-    """The parameters of a model by their dotted paths."""
-    return {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+    def merge(self, values: Mapping[str, jax.Array]) -> Model:
+        """Returns the model with these parameters."""
+        return nnx.merge(self.graph, self.state(values))
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """A path as text."""
+    """Returns a path of a state as text, its keys joined by dots."""
     return ".".join(map(str, path))
 
 
+def values_of(state: nnx.State) -> Values:
+    """Returns the arrays of a state by their dotted paths."""
+    return {dotted(path): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
+
+
 def fresh_values(build: Callable[[nnx.Rngs], nnx.Module], *, seed: int, mesh: Mesh) -> Values:
-    """Parameters drawn at random, each made where it lives."""
-    part: Part[nnx.Module] = Part.of(build)
+    """Returns random parameters; every device draws its own shards."""
+    model: AbstractModel[nnx.Module] = AbstractModel.of(build)
 
     def draw() -> Values:
         return values_of(nnx.split(build(nnx.Rngs(seed)))[1])
 
     with jax.set_mesh(mesh):
-        return jax.jit(draw, out_shardings=part.shardings(mesh))()
+        return jax.jit(draw, out_shardings=model.shardings(mesh))()
 
 
 def check_same_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, name: str) -> None:
-    """Raises every parameter that is missing, is too many, or has another shape."""
+    """Raises ProblemsFound with every parameter that is missing, unknown or of another shape."""
     problems = []
     for path in sorted({*found, *wanted}):
         here = found[path].shape if path in found else None
@@ -84,5 +99,5 @@ def check_same_shapes(found: Mapping[str, Any], wanted: Mapping[str, Any], *, na
 
 
 def master(values: Mapping[str, jax.Array]) -> Values:
-    """The parameters in float32, which is what an optimiser adds small steps to."""
+    """Returns the parameters in float32, so that small optimiser updates are not rounded away."""
     return {path: value.astype(jnp.float32) for path, value in values.items()}

@@ -1,45 +1,43 @@
-"""A table from the tensors of a diffusers checkpoint to the parameters of a model, and back."""
+"""Tables between the tensors of a diffusers checkpoint and the parameters of a model."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
 LAYER = "{layer}"
 
 
-class Transform(Protocol):
-    """An invertible rearrangement of one tensor; it moves values and never changes them.
+class Transform(ABC):
+    """An invertible rearrangement of one tensor, which never changes values.
 
-    `apply` also works on a part of the tensor, as long as the last dimension of the parameter is
-    cut at multiples of `unit`; that is what lets a process read only the slices it holds.
+    `apply` also works on a part of the tensor if the last dimension of the parameter is cut at
+    multiples of `unit`, so that a process can read only the slices that it holds.
     """
 
     @property
     def unit(self) -> int:
-        """How many neighbours in the last dimension of the parameter are rearranged together."""
-        ...
+        """The number of neighbours in the last dimension that are rearranged together."""
+        return 1
 
+    @abstractmethod
     def dimensions(self, rank: int) -> tuple[int | None, ...]:
-        """Which dimension of the parameter (of `rank`) each one of the tensor is; None: dropped."""
-        ...
+        """Returns the parameter's dimension (of `rank`) of each tensor dimension; None: dropped."""
 
+    @abstractmethod
     def apply(self, source: np.ndarray) -> np.ndarray:
-        """The parameter made from a checkpoint tensor."""
-        ...
+        """Returns the parameter made from a checkpoint tensor."""
 
+    @abstractmethod
     def invert(self, parameter: np.ndarray) -> np.ndarray:
-        """The checkpoint tensor that a parameter came from."""
-        ...
+        """Returns the checkpoint tensor that a parameter came from."""
 
 
 @dataclass(frozen=True)
-class Keep:
-    """Leaves the tensor as it is."""
-
-    unit = 1
+class Identity(Transform):
+    """Leaves the tensor unchanged."""
 
     def dimensions(self, rank: int) -> tuple[int | None, ...]:
         return tuple(range(rank))
@@ -52,11 +50,10 @@ class Keep:
 
 
 @dataclass(frozen=True)
-class Permute:
+class Permute(Transform):
     """Reorders dimensions: a torch Linear [out, in] becomes [in, out] with order (1, 0)."""
 
     order: tuple[int, ...]
-    unit = 1
 
     def dimensions(self, rank: int) -> tuple[int | None, ...]:
         assert rank == len(self.order), (rank, self.order)
@@ -70,11 +67,10 @@ class Permute:
 
 
 @dataclass(frozen=True)
-class DropOnes:
+class DropUnitDims(Transform):
     """Drops dimensions of size one: a gain [C, 1, 1, 1] becomes [C]."""
 
     shape: tuple[int, ...]  # of the checkpoint tensor, with -1 for the one free dimension
-    unit = 1
 
     @property
     def dropped(self) -> tuple[int, ...]:
@@ -93,7 +89,7 @@ class DropOnes:
 
 
 @dataclass(frozen=True)
-class RopeHalves:
+class RopeHalves(Transform):
     """Puts the even features of every head before the odd ones, along the last dimension.
 
     Rotary pairs (2i, 2i+1) of the checkpoint become (i, i + H/2), so that a rotation works on two
@@ -101,7 +97,7 @@ class RopeHalves:
     """
 
     head_dim: int
-    before: Transform = field(default_factory=Keep)
+    before: Transform = field(default_factory=Identity)
 
     @property
     def unit(self) -> int:
@@ -117,7 +113,7 @@ class RopeHalves:
         return self.before.invert(self._swap(parameter, (2, self.head_dim // 2)))
 
     def _swap(self, array: np.ndarray, split: tuple[int, int]) -> np.ndarray:
-        """`array` with each head read as a matrix of shape `split` and transposed."""
+        """Returns `array` with each head transposed as a matrix of shape `split`."""
         heads = (*array.shape[:-1], array.shape[-1] // self.head_dim)
         # Same memory order as `array`, so that a transposed Linear is copied row by row.
         swapped = np.empty_like(array)
@@ -132,28 +128,28 @@ CONV3D = Permute((2, 3, 4, 1, 0))
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One parameter (dotted path), the checkpoint name it comes from, and how it is rearranged.
+    """One parameter (dotted path), its checkpoint name, and the rearrangement between them.
 
     A name with `{layer}` stands for one tensor per layer, stacked in front of the parameter.
     """
 
     parameter: str
     source: str
-    transform: Transform = field(default_factory=Keep)
+    transform: Transform = field(default_factory=Identity)
 
     @property
     def stacked(self) -> bool:
-        """Whether the parameter holds all layers."""
+        """True if the parameter holds all layers."""
         return LAYER in self.source
 
     def sources(self, layers: int) -> tuple[str, ...]:
-        """The checkpoint names that make up the parameter, in order."""
+        """Returns the checkpoint names of the parameter's tensors, in order."""
         if not self.stacked:
             return (self.source,)
         return tuple(self.source.replace(LAYER, str(layer)) for layer in range(layers))
 
     def source_shape(self, parameter_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of each checkpoint tensor of a parameter of `parameter_shape`."""
+        """Returns the shape of each checkpoint tensor of a parameter of `parameter_shape`."""
         shape = parameter_shape[1:] if self.stacked else parameter_shape
         dimensions = self.transform.dimensions(len(shape))
         return tuple(1 if dimension is None else shape[dimension] for dimension in dimensions)
@@ -165,7 +161,7 @@ class CheckpointMap:
 
     entries: tuple[Entry, ...]
     layers: int = 0
-    ignored: tuple[str, ...] = ()  # regular expressions of checkpoint names without a meaning here
+    ignored: tuple[str, ...] = ()  # regular expressions of names that no parameter needs
     aliases: tuple[
         tuple[str, str], ...
     ] = ()  # (other spelling, name in the entries), regex -> text
@@ -181,18 +177,18 @@ class CheckpointMap:
         return [entry.parameter for entry in self.entries]
 
     def canonical(self, name: str) -> str:
-        """The name that the entries use for the checkpoint tensor `name`."""
+        """Returns the name that the entries use for the checkpoint tensor `name`."""
         for pattern, text in self.aliases:
             name = re.sub(rf"\A(?:{pattern})\Z", text, name)
         return name
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint tensor of this name may be left aside."""
+        """Returns whether a checkpoint tensor of this name may be ignored."""
         return any(re.fullmatch(pattern, name) for pattern in self.ignored)
 
 
 def linear(parameter: str, source: str, *, bias: bool = True) -> Iterable[Entry]:
-    """The entries of a Linear: kernel, and bias where it has one."""
+    """Yields the entries of a Linear: kernel, and bias if it has one."""
     yield Entry(parameter=f"{parameter}.kernel", source=f"{source}.weight", transform=LINEAR)
     if bias:
         yield Entry(parameter=f"{parameter}.bias", source=f"{source}.bias")

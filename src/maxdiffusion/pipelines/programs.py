@@ -1,10 +1,10 @@
-"""The programs of a generation, made from shapes alone: no weight is needed to compile them.
+"""Builds the programs of a generation from shapes alone; compiling them needs no weights.
 
 read_text      text embeddings -> keys and values for every layer    once per prompt and expert
 start          noise -> the sampler's first state                    once per batch
 denoise_step   one step of the loop                                  every step
 decode         latents -> frames                                     once per video
-fast_heads     latents -> heads on fixed-m softmax's fast path       only where it is asked for
+fixed_m_heads  latents -> heads that pass the gate of fixed-m       on request
 """
 
 from collections.abc import Callable
@@ -25,34 +25,85 @@ from maxdiffusion.attention import (
     plan_attention,
     plan_cross_attention,
 )
+from maxdiffusion.diffusion import Sampler
+from maxdiffusion.diffusion.denoise import StepFunction, step_inputs
+from maxdiffusion.diffusion.guidance import Guidance
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.vae import SpatialSharding
 from maxdiffusion.models.wan import TextKeysValues
-from maxdiffusion.pipelines.denoise import StepFunction, step_inputs
-from maxdiffusion.pipelines.executables import Compile, compile_now
-from maxdiffusion.pipelines.guidance import Guidance
-from maxdiffusion.pipelines.modules import WanModels, wan_models
+from maxdiffusion.pipelines.request import LatentShape
 from maxdiffusion.pipelines.settings import PipelineSettings
-from maxdiffusion.pipelines.shapes import LatentShape
-from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.schedulers import Sampler
+from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedMEligibleHeads:
+    """Counts, per layer, of the (batch, head) pairs that pass the gate of fixed-m in one step.
+
+    Every layer has `pairs` of them.
+    """
+
+    step: int
+    expert: str
+    pairs: int
+    of_layers: tuple[int, ...]
+
+    @property
+    def counted(self) -> int:
+        """Pairs of all layers that pass."""
+        return sum(self.of_layers)
+
+    @property
+    def total(self) -> int:
+        """Pairs of all layers."""
+        return self.pairs * len(self.of_layers)
+
+    def describe(self) -> str:
+        """Returns one line, which names the layer with the fewest."""
+        fewest = min(self.of_layers)
+        layer = self.of_layers.index(fewest)
+        return (
+            f"fixed-m softmax, step {self.step + 1} ({self.expert}): {self.counted} of "
+            f"{self.total} heads on the fast path; fewest in layer {layer}: {fewest} of "
+            f"{self.pairs}"
+        )
+
+    def as_json(self) -> dict[str, object]:
+        """Returns the counts for json.dump."""
+        return {
+            "step": self.step,
+            "expert": self.expert,
+            "pairs_of_a_layer": self.pairs,
+            "fast_pairs_of_layers": list(self.of_layers),
+        }
+
+
+Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
+"""Compiles a lowered program that has a name, possibly through a cache."""
+
+
+def compile_now(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program without a cache."""
+    del name
+    return lowered.compile()
+
 
 FrameFormat = Callable[[Float[Array, "B F Y X C"]], Array]
 
 
 def as_floats(frames: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
-    """Frames from 0 to 1."""
+    """Returns frames from 0 to 1."""
     return frames.astype(jnp.float32)
 
 
 def as_bytes(frames: Float[Array, "B F Y X C"]) -> Array:
-    """Frames from 0 to 255, cut off rather than rounded: what diffusers writes to a video file."""
+    """Returns frames from 0 to 255, truncated as diffusers does before it writes a video."""
     return (frames.astype(jnp.float32) * 255).astype(jnp.uint8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramShape:
-    """What the programs are compiled for; steps, seeds, scales and shifts are not part of it."""
+    """Sizes that programs are compiled for; steps, seeds, scales and shifts are arguments."""
 
     videos: int
     latent: LatentShape
@@ -66,10 +117,10 @@ class ProgramShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workshop:
-    """Makes the programs of one checkpoint, with its settings, on one mesh.
+class ProgramBuilder:
+    """Lowers the programs of one checkpoint, with its settings, on one mesh.
 
-    `compile` makes executables of the lowered programs, under their names.
+    `compile` compiles a lowered program under its name, possibly through a cache.
     """
 
     spec: WanSpec
@@ -79,33 +130,33 @@ class Workshop:
 
     @cached_property
     def models(self) -> WanModels:
-        """Structure and abstract parameters of the models."""
+        """Graphs and abstract parameters of the models."""
         return wan_models(self.spec, self.settings.precision)
 
     @property
     def layout(self) -> ActivationLayout:
-        """How activations lie on the mesh."""
+        """Shardings of activations."""
         return ActivationLayout(mesh=self.mesh)
 
     @property
     def everywhere(self) -> NamedSharding:
-        """The place of small arrays: a copy on every device."""
+        """The replicated sharding."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def attention(self, shape: ProgramShape) -> BlockAttention:
-        """The attention plans of a block; raises UnsupportedAttention with every reason."""
+        """Plans the attentions of a block; raises UnsupportedAttention with every reason."""
         return BlockAttention(
             self_attention=self.self_attention(shape), cross_attention=self.cross_attention(shape)
         )
 
     def self_attention(self, shape: ProgramShape) -> AttentionPlan:
-        """How tokens attend to each other."""
+        """Plans the attention of tokens to tokens."""
         settings = self.settings
         problem = self._attention_problem(shape)
         return plan_attention(settings.attention, problem, self.mesh, settings.attention_options)
 
     def cross_attention(self, shape: ProgramShape) -> AttentionPlan:
-        """How tokens attend to text."""
+        """Plans the attention of tokens to text."""
         settings = self.settings
         problem = replace(self._attention_problem(shape), kv_len=shape.text_length)
         return plan_cross_attention(
@@ -124,7 +175,7 @@ class Workshop:
         )
 
     def decoder_sharding(self, shape: ProgramShape) -> SpatialSharding:
-        """How the frames of one video are shared between devices while they are decoded."""
+        """Returns how devices split the frames of one video to decode them."""
         return SpatialSharding.over(
             self.mesh.devices.flatten().tolist(),
             self.settings.decoding.spatial_devices,
@@ -134,30 +185,32 @@ class Workshop:
         )
 
     def read_text(self, weights: nnx.State, text: Float[Array, "B T E"]) -> TextKeysValues:
-        """The keys and values of every layer for text embeddings."""
+        """Returns the text keys and values of every layer."""
         transformer = nnx.merge(self.models.transformer.graph, weights)
         return transformer.text_keys_values(text, layout=self.layout)
 
     def lower_read_text(self, shape: ProgramShape) -> jax.stages.Lowered:
-        """The program from text embeddings to the keys and values of every layer."""
+        """Lowers `read_text`."""
         return self._lower(
             jax.jit(self.read_text, out_shardings=self._text_sharding(shape)),
             self.models.transformer.on(self.mesh),
             self._text_embeddings(shape),
         )
 
-    def lower_denoise_step(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
-        """The program of one denoising step, for either expert and any step."""
+    def lower_denoise_step(
+        self, shape: ProgramShape, sampler: Sampler, attention: BlockAttention
+    ) -> jax.stages.Lowered:
+        """Lowers one denoising step, for either expert and any step."""
         step = StepFunction(
             graph=self.models.transformer.graph,
-            attention=self.attention(shape),
+            attention=attention,
             layout=self.layout,
             guidance=shape.guidance,
             sampler=sampler,
             dtype=self.settings.precision.activations,
         )
 
-        def denoise_step(*inputs: Any) -> Any:  # a function has a name for profiles to show
+        def denoise_step(*inputs: Any) -> Any:  # profiles show the name of the function
             return step(*inputs)
 
         return self._lower(
@@ -168,21 +221,25 @@ class Workshop:
             jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
         )
 
-    def lower_fast_heads(self, shape: ProgramShape) -> jax.stages.Lowered:
-        """The program that counts, layer by layer, the heads that pass the gate of fixed-m."""
+    def lower_fixed_m_eligible_heads(
+        self, shape: ProgramShape, attention: BlockAttention
+    ) -> jax.stages.Lowered:
+        """Lowers the count, layer by layer, of heads that pass the gate of fixed-m."""
         graph, dtype = self.models.transformer.graph, self.settings.precision.activations
-        attention, layout = self.attention(shape), self.layout
+        layout = self.layout
 
-        def fast_heads(weights: nnx.State, text: Any, sample: Array, timestep: Array) -> Array:
+        def fixed_m_eligible_heads(
+            weights: nnx.State, text: Any, sample: Array, timestep: Array
+        ) -> Array:
             batch = shape.guidance.model_batch(sample.astype(dtype))
             timesteps = jnp.full((batch.shape[0],), timestep, jnp.float32)
             transformer = nnx.merge(graph, weights)
-            return transformer.fast_heads(
+            return transformer.fixed_m_eligible_heads(
                 batch, timesteps, text, attention=attention, layout=layout
             )
 
         return self._lower(
-            jax.jit(fast_heads, out_shardings=self.everywhere),
+            jax.jit(fixed_m_eligible_heads, out_shardings=self.everywhere),
             self.models.transformer.on(self.mesh),
             self._abstract_text(shape),
             self._latents(shape),
@@ -190,13 +247,13 @@ class Workshop:
         )
 
     def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
-        """The program from noise to the sampler's first state."""
+        """Lowers the start of the sampler: noise to its first state."""
         return self._lower(
             jax.jit(sampler.start, out_shardings=self.everywhere), self._latents(shape)
         )
 
     def lower_decode(self, shape: ProgramShape, frame_format: FrameFormat) -> jax.stages.Lowered:
-        """The program from the latents of one video to its frames."""
+        """Lowers the decoder: latents of one video to its frames."""
         graph, decoding = self.models.vae.graph, self.settings.decoding
         sharding = self.decoder_sharding(shape)
 
@@ -220,7 +277,7 @@ class Workshop:
     def _lower(
         self, function: Any, *arguments: Any, mesh: Mesh | None = None
     ) -> jax.stages.Lowered:
-        """The lowered function; `mesh` is that of its shard_maps, if it is not the job's."""
+        """Lowers a function; `mesh` is that of its shard_maps, by default the job's."""
         with (
             jax.set_mesh(mesh or self.mesh),
             jax.default_matmul_precision(self.settings.precision.matmul),

@@ -1,21 +1,100 @@
-"""What one generation is asked to make."""
+"""Requests: the videos of one call, their sizes in pixels, latents and tokens.
 
+`request_from_arguments` makes a request from the arguments that diffusers users know.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
-from maxdiffusion.pipelines.guidance import ClassifierFree, Guidance, Unguided
-from maxdiffusion.pipelines.scales import GuidanceScales
-from maxdiffusion.pipelines.shapes import VideoShape
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.schedulers import Sampler
+from maxdiffusion.diffusion import Sampler, from_scheduler_config
+from maxdiffusion.diffusion.guidance import (
+    NO_GUIDANCE,
+    ClassifierFree,
+    Guidance,
+    GuidanceScales,
+    Unguided,
+)
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.models.vae import WanVaeConfig
+from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.pipelines.spec import WanSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoShape:
+    """Height and width in pixels and the number of frames."""
+
+    height: int
+    width: int
+    num_frames: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Size of one video inside the model: latent frames, rows, columns, channels, and tokens."""
+
+    frames: int
+    rows: int
+    columns: int
+    channels: int
+    tokens: int
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        """Frames, rows, columns and channels of one video's latents."""
+        return (self.frames, self.rows, self.columns, self.channels)
+
+
+def check_video_shape(
+    video: VideoShape, vae: WanVaeConfig, transformer: WanTransformerConfig
+) -> None:
+    """Raises every size of a video that this model cannot make."""
+    problems = []
+    _, patch_rows, patch_columns = transformer.patch
+    for name, size, patch in (
+        ("height", video.height, patch_rows),
+        ("width", video.width, patch_columns),
+    ):
+        multiple = vae.spatial_factor * patch
+        if size < multiple or size % multiple:
+            nearest = max(multiple, round(size / multiple) * multiple)
+            rule, remedy = f"must be a positive multiple of {multiple}", f"Use {name}={nearest}"
+            problems.append(Problem(name=name, value=size, rule=rule, remedy=remedy))
+    frames, factor = video.num_frames, vae.temporal_factor
+    if frames < 1 or (frames - 1) % factor:
+        nearest = max(0, round((frames - 1) / factor)) * factor + 1
+        rule, remedy = f"must be {factor}n + 1", f"Use num_frames={nearest}"
+        problems.append(Problem(name="num_frames", value=frames, rule=rule, remedy=remedy))
+    Collector(problems).raise_if_any()
+
+
+def latent_shape(
+    video: VideoShape, vae: WanVaeConfig, transformer: WanTransformerConfig
+) -> LatentShape:
+    """Returns the latents and tokens of a video; raises if the model cannot make its size."""
+    check_video_shape(video, vae, transformer)
+    frames = (video.num_frames - 1) // vae.temporal_factor + 1
+    rows = video.height // vae.spatial_factor
+    columns = video.width // vae.spatial_factor
+    patch_frames, patch_rows, patch_columns = transformer.patch
+    return LatentShape(
+        frames=frames,
+        rows=rows,
+        columns=columns,
+        channels=transformer.out_channels,
+        tokens=(frames // patch_frames) * (rows // patch_rows) * (columns // patch_columns),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A batch of videos, one for each prompt: what they show, their size, and how they are sampled.
+    """A batch of videos, one per prompt: their prompts, size, sampler and guidance.
 
-    The videos start from the noise of their `seeds`, or from `latents` [B, F, Y, X, C].
+    The videos start from the noise of their `seeds`, or from `latents`.
     """
 
     prompts: tuple[str, ...]
@@ -25,16 +104,14 @@ class Request:
     scales: GuidanceScales
     boundary_ratio: float | None
     seeds: tuple[int, ...] = ()
-    latents: np.ndarray | None = None
+    latents: Float[np.ndarray, "B F Y X C"] | None = None
 
     def __post_init__(self) -> None:
-        problems = [*self._count_problems(), *self._seed_problems()]
-        if problems:
-            raise ProblemsFound(problems)
+        Collector([*self._count_problems(), *self._seed_problems()]).raise_if_any()
 
     @property
     def guidance(self) -> Guidance:
-        """One batch of two if any scale asks for it; otherwise the prompt alone."""
+        """Classifier-free guidance if any scale needs it; otherwise the prompt alone."""
         return ClassifierFree() if self.scales.active else Unguided()
 
     def _count_problems(self) -> list[Problem]:
@@ -49,7 +126,6 @@ class Request:
                 name=name,
                 value=count,
                 rule=f"there must be one for each of the {videos} videos",
-                remedy=f"Give {videos} of them",
             )
             for name, count in counts.items()
             if count != videos or not videos
@@ -60,9 +136,115 @@ class Request:
             Problem(
                 name="seed",
                 value=seed,
-                rule="must be a whole number from 0 to 4294967295",
-                remedy="Use a smaller or positive one",
+                rule="must be an integer from 0 to 4294967295",
             )
             for seed in self.seeds
             if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32
         ]
+
+
+def request_from_arguments(
+    spec: WanSpec,
+    *,
+    prompt: str | Sequence[str],
+    negative_prompt: str | Sequence[str] | None = None,
+    height: int = 480,
+    width: int = 832,
+    num_frames: int = 81,
+    num_inference_steps: int = 50,
+    guidance_scale: float = 5.0,
+    guidance_scale_2: float | None = None,
+    num_videos_per_prompt: int = 1,
+    seed: int = 0,
+    latents: Any = None,
+    flow_shift: float | None = None,
+    boundary_ratio: float | None = None,
+) -> Request:
+    """Returns the request, with diffusers' defaults and rules.
+
+    Guidance is on if `guidance_scale` is above 1; `guidance_scale_2` (of the low-noise expert)
+    follows it unless given. Video i of a prompt starts from `seed + i`, or all of them start from
+    `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
+    """
+    if guidance_scale_2 is not None and len(spec.experts) == 1:
+        raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
+    if boundary_ratio is not None and len(spec.experts) == 1:
+        raise ProblemsFound([_no_second_expert("boundary_ratio", boundary_ratio)])
+    if num_videos_per_prompt < 1:
+        raise ProblemsFound([_no_videos(num_videos_per_prompt)])
+    texts, copies = _texts("prompt", prompt), range(num_videos_per_prompt)
+    prompts = [text for text in texts for _ in copies]
+    seeds = tuple(seed + copy for _ in texts for copy in copies)
+    video = VideoShape(height=height, width=width, num_frames=num_frames)
+    shape = latent_shape(video, spec.vae, spec.transformer)
+    second = guidance_scale if guidance_scale_2 is None else guidance_scale_2
+    scales = GuidanceScales(high_noise=guidance_scale, low_noise=second)
+    if guidance_scale <= NO_GUIDANCE:
+        scales = GuidanceScales(high_noise=NO_GUIDANCE, low_noise=NO_GUIDANCE)
+    return Request(
+        prompts=tuple(prompts),
+        negative_prompts=tuple(_negatives(negative_prompt, prompts, num_videos_per_prompt)),
+        video=video,
+        sampler=from_scheduler_config(spec.scheduler, num_inference_steps, flow_shift),
+        scales=scales,
+        boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
+        seeds=() if latents is not None else seeds,
+        latents=None if latents is None else _channels_last(latents, len(prompts), shape),
+    )
+
+
+def _texts(name: str, text: str | Sequence[str]) -> list[str]:
+    texts: list[Any] = list(text) if isinstance(text, list | tuple) else [text]
+    if not texts or not all(isinstance(each, str) for each in texts):
+        raise ProblemsFound(
+            [
+                Problem(
+                    name=name,
+                    value=text,
+                    rule="must be a text or a list of texts, at least one",
+                    remedy=f'Give {name}="..." or {name}=["...", "..."]',
+                )
+            ]
+        )
+    return texts
+
+
+def _negatives(
+    negative: str | Sequence[str] | None, prompts: Sequence[str], per_prompt: int
+) -> list[str]:
+    """Returns a negative prompt for every video; one text serves all."""
+    texts = _texts("negative_prompt", "" if negative is None else negative)
+    if len(texts) == 1:
+        return texts * len(prompts)
+    return [text for text in texts for _ in range(per_prompt)]
+
+
+def _channels_last(latents: Any, videos: int, shape: LatentShape) -> np.ndarray:
+    array = np.asarray(latents, np.float32)
+    expected = (videos, shape.channels, shape.frames, shape.rows, shape.columns)
+    if array.shape != expected:
+        raise ProblemsFound(
+            [
+                Problem(
+                    name="latents.shape",
+                    value=array.shape,
+                    rule=f"must be [batch, channels, frames, rows, columns] = {expected}",
+                    remedy="Check num_frames, height and width, or leave latents out",
+                )
+            ]
+        )
+    return np.moveaxis(array, 1, -1)
+
+
+def _no_videos(count: int) -> Problem:
+    rule = "must be a positive integer"
+    return Problem(name="num_videos_per_prompt", value=count, rule=rule)
+
+
+def _no_second_expert(name: str, value: float) -> Problem:
+    return Problem(
+        name=name,
+        value=value,
+        rule="this checkpoint has one transformer for all noise levels",
+        remedy=f"Leave {name} out, or use a WAN 2.2 checkpoint",
+    )

@@ -1,4 +1,4 @@
-"""How a pipeline is to be built: precision, attention, and how the video is decoded."""
+"""Settings of a pipeline that its checkpoint does not fix: precision, attention, decoding."""
 
 from dataclasses import dataclass, field, fields
 from typing import Literal
@@ -6,8 +6,8 @@ from typing import Literal
 import jax.numpy as jnp
 
 from maxdiffusion.attention import AttentionOptions
+from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import Tiling
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -15,7 +15,7 @@ MatmulPrecision = Literal["default", "high", "highest"]
 
 
 def dtype_named(name: str, *, key: str = "dtype") -> jnp.dtype:
-    """The dtype of that name; an unknown one is refused."""
+    """Returns the dtype of that name; raises for an unknown one."""
     if name not in DTYPES:
         raise ProblemsFound(
             [
@@ -32,9 +32,9 @@ def dtype_named(name: str, *, key: str = "dtype") -> jnp.dtype:
 
 @dataclass(frozen=True, kw_only=True)
 class Precision:
-    """The dtypes of weights and of arithmetic, part by part.
+    """Dtypes of weights and arithmetic by component, and the precision of matrix products.
 
-    The VAE stays in float32 unless told otherwise: in bfloat16 its frames differ visibly.
+    The VAE defaults to float32: in bfloat16 its frames differ visibly.
     """
 
     weights: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
@@ -46,19 +46,19 @@ class Precision:
 
     @classmethod
     def of(cls, dtype: str) -> "Precision":
-        """Transformer and text encoder in `dtype`, the VAE in float32."""
+        """Returns transformer and text encoder in `dtype`, the VAE in float32."""
         chosen = dtype_named(dtype)
         return cls(weights=chosen, activations=chosen, text_encoder=chosen)
 
     def describe(self) -> str:
-        """One line that names every dtype."""
-        named = ", ".join(f"{part.name} {getattr(self, part.name)}" for part in fields(self))
+        """Returns one line that names every dtype."""
+        named = ", ".join(f"{part.name} {vars(self)[part.name]}" for part in fields(self))
         return f"precision: {named}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How latents become frames: frames per chunk (-1 = all), tiles, and devices to share them."""
+    """Decoder settings: latent frames per chunk (-1 = all), tiles, devices that split a frame."""
 
     chunk: int = 1
     tiling: Tiling | None = None

@@ -1,25 +1,35 @@
-"""What a checkpoint folder says about itself, read before any weight is."""
+"""Describes the models of a checkpoint before any weight is read.
 
-from collections.abc import Callable, Iterator, Mapping
+WanSpec             sizes of the models, from the configs of a checkpoint folder
+WanModels           the models as graphs and abstract parameters
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from maxdiffusion.models.umt5 import Umt5Config
-from maxdiffusion.models.vae import WanVaeConfig
-from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.weights.folder import ModelFolder, inspect_model_folder, listed_components
+from maxdiffusion.checkpoints.diffusers_folder import (
+    ModelFolder,
+    listed_components,
+    open_model_folder,
+    read_model_index,
+)
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.models.abstract import AbstractModel
+from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.vae import WanVae, WanVaeConfig
+from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.pipelines.settings import Precision
 
 COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 SECOND_EXPERT = "transformer_2"
 TRAIN_TIMESTEPS = 1000
-Config = TypeVar("Config")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WanSpec:
-    """The parts of a WAN text-to-video checkpoint and how they are put together."""
+    """Configs of the models of a WAN text-to-video checkpoint, and of its scheduler."""
 
     transformer: WanTransformerConfig
     vae: WanVaeConfig
@@ -29,50 +39,42 @@ class WanSpec:
 
     @property
     def experts(self) -> tuple[str, ...]:
-        """The transformer folders, high noise first."""
+        """Transformer folders, high noise first."""
         return ("transformer",) if self.boundary_ratio is None else ("transformer", SECOND_EXPERT)
 
     def with_scan(self, scan_layers: bool) -> "WanSpec":
-        """The same with the blocks in a loop, or written out."""
+        """Returns the spec with the blocks in a scan, or unrolled."""
         return replace(self, transformer=replace(self.transformer, scan_layers=scan_layers))
 
     def with_spread_weights(self, spread: bool) -> "WanSpec":
-        """The same with the blocks' weights spread over the devices of a sequence, or whole."""
+        """Returns the spec with the blocks' weights sharded over a sequence's devices, or not."""
         return replace(self, transformer=replace(self.transformer, spread_weights=spread))
 
 
 def open_wan_folder(location: str | Path) -> tuple[ModelFolder, WanSpec]:
-    """The folder of a WAN text-to-video model and its spec; all problems are raised at once."""
-    folder, problems = inspect_model_folder(location, needed=COMPONENTS)
-    if folder is not None and _has_second_expert(folder.index):
-        folder, problems = inspect_model_folder(location, needed=(*COMPONENTS, SECOND_EXPERT))
-    if folder is None or problems:
-        raise ProblemsFound(problems)
+    """Returns the folder of a WAN text-to-video model and its spec; raises all problems."""
+    second = (SECOND_EXPERT,) if _has_second_expert(read_model_index(location)) else ()
+    folder = open_model_folder(location, needed=(*COMPONENTS, *second))
     return folder, read_spec(folder)
 
 
 def read_spec(folder: ModelFolder) -> WanSpec:
-    """The spec of a folder; everything that keeps it from being run is reported at once."""
-    problems = list(_pipeline_problems(folder))
-
-    def parsed(component: str, parse: Callable[[Mapping[str, Any]], Config]) -> Config | None:
-        try:
-            return parse(folder.configs[component])
-        except ProblemsFound as error:
-            problems.extend(error.problems)
-            return None
-
-    transformer = parsed("transformer", WanTransformerConfig.from_diffusers)
-    vae = parsed("vae", WanVaeConfig.from_diffusers)
-    text_encoder = parsed("text_encoder", Umt5Config.from_transformers)
-    if _has_second_expert(folder.index):
-        second = parsed(SECOND_EXPERT, WanTransformerConfig.from_diffusers)
-        if transformer is not None and second is not None and transformer != second:
-            problems.append(_experts_differ(folder))
-    if transformer and vae and text_encoder:
-        problems.extend(_misfits(transformer, vae, text_encoder))
-    if problems or transformer is None or vae is None or text_encoder is None:
-        raise ProblemsFound(problems)
+    """Returns the spec of a folder; raises everything that keeps it from running."""
+    problems, configs = Collector(), folder.configs
+    with problems:
+        _check_index(folder.index)
+    with problems:
+        transformer = WanTransformerConfig.from_diffusers(configs["transformer"])
+    with problems:
+        vae = WanVaeConfig.from_diffusers(configs["vae"])
+    with problems:
+        text_encoder = Umt5Config.from_transformers(configs["text_encoder"])
+    with problems:
+        if _has_second_expert(folder.index):
+            _check_second_expert(configs["transformer"], configs[SECOND_EXPERT])
+    with problems:
+        _check_sizes(configs)
+    problems.raise_if_any()
     return WanSpec(
         transformer=transformer,
         vae=vae,
@@ -86,64 +88,116 @@ def _has_second_expert(index: Mapping[str, Any]) -> bool:
     return index.get("boundary_ratio") is not None or SECOND_EXPERT in listed_components(index)
 
 
-def _pipeline_problems(folder: ModelFolder) -> Iterator[Problem]:
-    """What in model_index.json is not WAN text-to-video as it is run here."""
-    kind = folder.index.get("_class_name")
+def _check_index(index: Mapping[str, Any]) -> None:
+    """Raises everything in model_index.json that is not supported."""
+    problems: list[Problem] = []
+    kind = index.get("_class_name")
     if kind != "WanPipeline":
-        yield Problem(
-            name="model_index.json _class_name",
-            value=kind,
-            rule="only WanPipeline (text-to-video) is run here",
-            remedy="Name a WAN 2.1 or 2.2 text-to-video checkpoint",
+        problems.append(
+            Problem(
+                name="model_index.json _class_name",
+                value=kind,
+                rule="only WanPipeline (text-to-video) is supported",
+                remedy="Name a WAN 2.1 or 2.2 text-to-video checkpoint",
+            )
         )
-    if folder.index.get("expand_timesteps"):
-        yield Problem(
-            name="model_index.json expand_timesteps",
-            value=True,
-            rule="a timestep per token (WAN 2.2 TI2V-5B) is not run here",
-            remedy="Name WAN 2.2 T2V-A14B or a WAN 2.1 text-to-video checkpoint",
+    if index.get("expand_timesteps"):
+        problems.append(
+            Problem(
+                name="model_index.json expand_timesteps",
+                value=True,
+                rule="a timestep per token (WAN 2.2 TI2V-5B) is not supported",
+                remedy="Name WAN 2.2 T2V-A14B or a WAN 2.1 text-to-video checkpoint",
+            )
         )
-    ratio = folder.index.get("boundary_ratio")
-    if ratio is None and SECOND_EXPERT in listed_components(folder.index):
-        yield Problem(
-            name="model_index.json boundary_ratio",
-            value=None,
-            rule="a model with two experts needs the share of noise where they change",
-            remedy="Set it to a number between 0 and 1, such as 0.875",
+    ratio = index.get("boundary_ratio")
+    if ratio is None and SECOND_EXPERT in listed_components(index):
+        problems.append(
+            Problem(
+                name="model_index.json boundary_ratio",
+                value=None,
+                rule="a model with two experts needs the share of noise where they change",
+                remedy="Set it to a number between 0 and 1, such as 0.875",
+            )
         )
     elif ratio is not None and not (isinstance(ratio, int | float) and 0 < ratio < 1):
-        yield Problem(
-            name="model_index.json boundary_ratio",
-            value=ratio,
-            rule="must lie between 0 and 1",
-            remedy="Set it to a number such as 0.875",
+        problems.append(
+            Problem(
+                name="model_index.json boundary_ratio",
+                value=ratio,
+                rule="must be between 0 and 1",
+                remedy="Set it to a number such as 0.875",
+            )
         )
+    Collector(problems).raise_if_any()
 
 
-def _experts_differ(folder: ModelFolder) -> Problem:
-    first, second = folder.configs["transformer"], folder.configs[SECOND_EXPERT]
+def _check_second_expert(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raises unless the second expert has the sizes of the first."""
+    parse = WanTransformerConfig.from_diffusers
+    if parse(second) == parse(first):
+        return
     keys = sorted(key for key in {*first, *second} if first.get(key) != second.get(key))
-    return Problem(
+    problem = Problem(
         name="transformer_2/config.json",
         value={key: second.get(key) for key in keys},
         rule="both experts must have the same sizes, since one program runs them",
         remedy="Take both experts from one release",
     )
+    raise ProblemsFound([problem])
 
 
-def _misfits(
-    transformer: WanTransformerConfig, vae: WanVaeConfig, text_encoder: Umt5Config
-) -> Iterator[Problem]:
-    """Sizes that two parts of one model must share, and do not."""
-    for name, value, rule, expected in (
+def _check_sizes(configs: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises every size that two components must share and do not."""
+    transformer = WanTransformerConfig.from_diffusers(configs["transformer"])
+    vae = WanVaeConfig.from_diffusers(configs["vae"])
+    text_encoder = Umt5Config.from_transformers(configs["text_encoder"])
+    shared = (
         ("transformer in_channels", transformer.in_channels, "the VAE's z_dim", vae.z_dim),
         ("transformer out_channels", transformer.out_channels, "the VAE's z_dim", vae.z_dim),
         ("transformer text_dim", transformer.text_dim, "the text width", text_encoder.width),
-    ):
-        if value != expected:
-            yield Problem(
-                name=name,
-                value=value,
-                rule=f"must equal {rule}, {expected}",
-                remedy="Take all parts from one text-to-video release",
+    )
+    remedy = "Take all parts from one text-to-video release"
+    Collector(
+        [
+            Problem(name=name, value=value, rule=f"must equal {rule}, {expected}", remedy=remedy)
+            for name, value, rule, expected in shared
+            if value != expected
+        ]
+    ).raise_if_any()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanModels:
+    """The three kinds of model; both experts share one graph."""
+
+    transformer: AbstractModel[WanTransformer]
+    vae: AbstractModel[WanVae]
+    text_encoder: AbstractModel[Umt5Encoder]
+
+
+def wan_models(spec: WanSpec, precision: Precision) -> WanModels:
+    """Returns the models of a spec, in the given precision."""
+    return WanModels(
+        transformer=AbstractModel.of(
+            lambda rngs: WanTransformer(
+                spec.transformer,
+                dtype=precision.activations,
+                param_dtype=precision.weights,
+                rngs=rngs,
             )
+        ),
+        vae=AbstractModel.of(
+            lambda rngs: WanVae(
+                spec.vae, dtype=precision.vae, param_dtype=precision.vae_weights, rngs=rngs
+            )
+        ),
+        text_encoder=AbstractModel.of(
+            lambda rngs: Umt5Encoder(
+                spec.text_encoder,
+                dtype=precision.text_encoder,
+                param_dtype=precision.text_encoder,
+                rngs=rngs,
+            )
+        ),
+    )

@@ -1,13 +1,14 @@
-"""From prompts to the rows that the transformer reads.
+"""Encodes prompts into the rows that the transformer attends to.
 
     prompt -> cleaned text -> token ids -> UMT5 at the next bucket length -> rows, then zero rows
 
-A row depends on the real tokens alone, so short prompts are encoded at a short length and the zero
-rows are added afterwards. Prompts are encoded one by one: a prompt gives the same bits whatever
-else is generated with it, and few programs serve all prompts.
+A row depends on the real tokens alone, so short prompts are encoded at a short length and padded
+with zero rows afterwards. Prompts are encoded one by one: a prompt gives the same bits in every
+batch, and few programs serve all prompts.
 """
 
 import html
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,13 +23,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from tokenizers import Tokenizer
 
+from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.umt5 import Umt5Encoder
-from maxdiffusion.pipelines.executables import Compile, compile_now
-from maxdiffusion.pipelines.kept_prompts import KeptPrompts
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.pipelines.programs import Compile, compile_now
 
-MAX_SEQUENCE_LENGTH = 512  # WAN was trained with so many text rows, most of them zero
+MAX_SEQUENCE_LENGTH = 512  # text rows that WAN was trained with, most of them zero
 BUCKETS = (64, 128, 256, 512)
 REMEMBERED_PROMPTS = 16  # 64 MiB of bfloat16 rows for UMT5-XXL
 
@@ -36,19 +36,19 @@ Rows = Float[Array, "B T E"]
 
 
 def clean_prompt(prompt: str) -> str:
-    """The prompt with broken encodings and HTML entities mended and white space made single."""
-    mended = html.unescape(html.unescape(ftfy.fix_text(prompt)))
-    return " ".join(mended.split())
+    """Returns the prompt with fixed encoding, decoded HTML entities and single spaces."""
+    fixed = html.unescape(html.unescape(ftfy.fix_text(prompt)))
+    return " ".join(fixed.split())
 
 
 def bucket_length(tokens: int, max_sequence_length: int) -> int:
-    """The length at which a text of `tokens` tokens is encoded."""
+    """Returns the length at which a text of `tokens` tokens is encoded."""
     fitting = [bucket for bucket in BUCKETS if tokens <= bucket < max_sequence_length]
     return fitting[0] if fitting else max_sequence_length
 
 
 class PromptTokenizer:
-    """Turns prompts into token ids, by the tokenizer.json of a checkpoint."""
+    """Tokenizes prompts with the tokenizer.json of a checkpoint."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -57,10 +57,10 @@ class PromptTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> "PromptTokenizer":
-        """The tokenizer in `folder`, taken as its tokenizer.json says.
+        """Returns the tokenizer in `folder`.
 
-        transformers' T5Tokenizer rebuilds parts of the file from its own defaults, so the file is
-        read by the tokenizers package itself.
+        transformers' T5Tokenizer rebuilds parts of tokenizer.json from its own defaults, so the
+        tokenizers package reads the file itself.
         """
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -75,15 +75,14 @@ class PromptTokenizer:
 
     @property
     def vocab(self) -> int:
-        """How many ids there are, added tokens included."""
+        """Number of ids, added tokens included."""
         return self._tokenizer.get_vocab_size()
 
     def ids(self, prompt: str, max_sequence_length: int = MAX_SEQUENCE_LENGTH) -> tuple[int, ...]:
-        """The ids of the cleaned prompt; a long one is cut and keeps its end token."""
+        """Returns the ids of the cleaned prompt; a long one is truncated before its end token."""
         if not isinstance(prompt, str):
-            rule = f"must be text, and is a {type(prompt).__name__}"
-            remedy = "Give a string, or a list of strings"
-            raise ProblemsFound([Problem(name="prompt", value=prompt, rule=rule, remedy=remedy)])
+            rule = f"must be a string or a list of strings, not {type(prompt).__name__}"
+            raise ProblemsFound([Problem(name="prompt", value=prompt, rule=rule)])
         ids = self._tokenizer.encode(clean_prompt(prompt)).ids
         if len(ids) > max_sequence_length:
             ids = [*ids[: max_sequence_length - 1], ids[-1]]
@@ -96,7 +95,7 @@ def _bad_tokenizer(path: Path, rule: str) -> ProblemsFound:
 
 
 class TextPrograms:
-    """The compiled encoders, one for each bucket length that was needed."""
+    """Compiled encoders, one for each bucket length in use."""
 
     def __init__(
         self,
@@ -111,9 +110,9 @@ class TextPrograms:
         self._compiled: dict[tuple[int, int], Callable[..., Rows]] = {}
 
     def get(self, weights: nnx.State, length: int, max_sequence_length: int) -> Callable[..., Rows]:
-        """The encoder of one text padded to `length`, that returns `max_sequence_length` rows.
+        """Returns the encoder of one text padded to `length`, with `max_sequence_length` rows.
 
-        `weights` may be the arrays or their shapes (with shardings); both give the same program.
+        `weights` may be arrays or abstract arrays with shardings; both give the same program.
         """
         key = (length, max_sequence_length)
         if key not in self._compiled:
@@ -121,7 +120,7 @@ class TextPrograms:
         return self._compiled[key]
 
     def place(self, rows: Float[np.ndarray, "B T E"]) -> Rows:
-        """Rows that were encoded before, where an encoder would have left them."""
+        """Returns cached rows with the sharding that an encoder's rows have."""
         return jax.device_put(rows, self._everywhere)
 
     def _compile(
@@ -136,10 +135,31 @@ class TextPrograms:
         return self._compile_program("text_encoder", program.lower(weights, text, text))
 
 
+class RowCache(ABC):
+    """Encoded rows of a run's texts by token ids; `pipelines/prompt_cache.py` has one in files."""
+
+    @abstractmethod
+    def has(self, ids: tuple[int, ...], length: int) -> bool:
+        """Returns whether the rows of a text are cached."""
+
+    @abstractmethod
+    def read(self, ids: tuple[int, ...], length: int) -> Float[np.ndarray, "1 T E"]:
+        """Returns the rows of a cached text, zero after its last token."""
+
+    @abstractmethod
+    def store(self, ids: tuple[int, ...], length: int, rows: Float[Array, "1 T E"]) -> None:
+        """Caches the rows of a text."""
+
+    @property
+    @abstractmethod
+    def unneeded_components(self) -> tuple[str, ...]:
+        """Components that a run with this cache does not load."""
+
+
 class PromptEncoder:
     """Encodes prompts with loaded weights, and remembers the last few.
 
-    What is `kept` in files is not encoded; if that is every prompt, there need be no weights.
+    Prompts of the `kept` cache are read instead; without others no weights are needed.
     """
 
     def __init__(
@@ -148,7 +168,7 @@ class PromptEncoder:
         tokenizer: PromptTokenizer,
         programs: TextPrograms,
         weights: nnx.State | None,
-        kept: KeptPrompts | None = None,
+        kept: RowCache | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._programs = programs
@@ -157,13 +177,13 @@ class PromptEncoder:
         self._remembered: OrderedDict[tuple[int, ...], Rows] = OrderedDict()
 
     def with_weights(self, weights: nnx.State | None) -> "PromptEncoder":
-        """The same with other weights, that nothing is kept of; compiled programs are shared."""
+        """Returns an encoder with other weights and no cache; compiled programs are shared."""
         return PromptEncoder(tokenizer=self._tokenizer, programs=self._programs, weights=weights)
 
     def compile(
         self, prompts: Sequence[str], max_sequence_length: int = MAX_SEQUENCE_LENGTH
     ) -> None:
-        """Compiles what `encode` needs for these prompts, and runs none of it."""
+        """Compiles the programs that `encode` needs for these prompts."""
         for prompt in prompts:
             ids = self._tokenizer.ids(prompt, max_sequence_length)
             if self._kept is None or not self._kept.has(ids, max_sequence_length):
@@ -173,7 +193,7 @@ class PromptEncoder:
     def encode(
         self, prompts: Sequence[str], max_sequence_length: int = MAX_SEQUENCE_LENGTH
     ) -> Rows:
-        """`max_sequence_length` rows for each prompt, zero after its last token."""
+        """Returns `max_sequence_length` rows per prompt, zero after its last token."""
         if isinstance(prompts, str):
             raise TypeError(f"prompts={prompts!r}: must be a list of strings; put it in brackets")
         return jnp.concatenate([self._rows(prompt, max_sequence_length) for prompt in prompts])
@@ -189,20 +209,20 @@ class PromptEncoder:
         return self._remembered[key]
 
     def _made(self, ids: tuple[int, ...], max_sequence_length: int) -> Rows:
-        """Rows from their file, or new ones, which are then kept."""
+        """Returns rows from the cache, or encodes and caches them."""
         if self._kept is None:
             return self._encode_ids(ids, max_sequence_length)
         if self._kept.has(ids, max_sequence_length):
             return self._programs.place(self._kept.read(ids, max_sequence_length))
         rows = self._encode_ids(ids, max_sequence_length)
-        self._kept.keep(ids, max_sequence_length, rows)
+        self._kept.store(ids, max_sequence_length, rows)
         return rows
 
     @property
     def _loaded(self) -> nnx.State:
         if self._weights is None:
             raise ValueError(
-                "a prompt is not among those whose embeddings are kept, and the text encoder was "
+                "a prompt is not among those whose embeddings are cached, and the text encoder was "
                 "not loaded. Make a pipeline with it."
             )
         return self._weights
@@ -211,7 +231,7 @@ class PromptEncoder:
         embedding: Any = self._loaded["embedding"]
         vocab = embedding.shape[0]
         if max(ids) >= vocab:
-            # A gather would read the last row instead, and nobody would know.
+            # A gather would silently read the last row instead.
             rule = f"the text encoder knows the ids below {vocab}"
             remedy = "Use the tokenizer and the text_encoder folders of the same model"
             raise ProblemsFound(

@@ -1,40 +1,118 @@
-"""WAN text-to-video: prompts in, frames out.
+"""WAN text-to-video pipeline, with the names and arguments of diffusers.
 
+folder  --load--> parameters of all components on the mesh
 prompts --condition--> experts --denoise--> latents --decode--> frames
 """
 
 import copy
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
+from maxdiffusion.attention import BlockAttention
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
+from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
+from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.pipelines.denoise import Expert, Experts, denoise
-from maxdiffusion.pipelines.fast_heads import FastHeads
-from maxdiffusion.pipelines.kept_prompts import KeptPrompts
-from maxdiffusion.pipelines.loading import WanParameters, load_wan_parameters
-from maxdiffusion.pipelines.noise import initial_noise
+from maxdiffusion.models.umt5.checkpoint import umt5_map
+from maxdiffusion.models.vae.checkpoint import vae_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.programs import (
+    FixedMEligibleHeads,
     FrameFormat,
+    ProgramBuilder,
     ProgramShape,
-    Workshop,
     as_bytes,
     as_floats,
 )
-from maxdiffusion.pipelines.prompts import PromptEncoder, PromptTokenizer, TextPrograms
-from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.request import Request, latent_shape, request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings, Precision
-from maxdiffusion.pipelines.shapes import latent_shape
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, open_wan_folder
-from maxdiffusion.pipelines.user_request import request_from_arguments
+from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
 from maxdiffusion.runtime.timing import StepTime
-from maxdiffusion.weights.loading import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanParameters:
+    """Weights of a model on its mesh; `transformers` by the names of their folders.
+
+    A run whose prompts are all cached has no text encoder.
+    """
+
+    transformers: dict[str, nnx.State]
+    vae: nnx.State
+    text_encoder: nnx.State | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedParameters:
+    """Weights, and the messages of the weight cache."""
+
+    parameters: WanParameters
+    messages: tuple[str, ...]
+
+
+def component_sources(folder: ModelFolder, builder: ProgramBuilder) -> dict[str, ComponentSource]:
+    """Returns the stored weights, checkpoint map and abstract parameters of every component."""
+    spec, models = builder.spec, builder.models
+    table = transformer_map(spec.transformer)
+    sources = {
+        name: ComponentSource(
+            stored=folder.weights[name], table=table, abstract=models.transformer.parameters
+        )
+        for name in spec.experts
+    }
+    sources["vae"] = ComponentSource(
+        stored=folder.weights["vae"], table=vae_map(spec.vae), abstract=models.vae.parameters
+    )
+    sources["text_encoder"] = ComponentSource(
+        stored=folder.weights["text_encoder"],
+        table=umt5_map(spec.text_encoder),
+        abstract=models.text_encoder.parameters,
+    )
+    return sources
+
+
+def load_wan_parameters(
+    folder: ModelFolder,
+    builder: ProgramBuilder,
+    *,
+    without: Collection[str] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> LoadedParameters:
+    """Returns the parameters of a model, through the orbax `cache` if there is one.
+
+    `without` names components that are not loaded.
+    """
+    sources = {
+        name: source
+        for name, source in component_sources(folder, builder).items()
+        if name not in without
+    }
+    if cache is None:
+        states, _ = load_components(sources, mesh=builder.mesh, progress=progress)
+        messages: tuple[str, ...] = ()
+    else:
+        # Loaded only for `pretrained_orbax_dir`.
+        from maxdiffusion.checkpoints.orbax_cache import load_through_cache
+
+        cached = load_through_cache(sources, cache, mesh=builder.mesh, progress=progress)
+        states, messages = dict(cached.states), cached.messages
+    parameters = WanParameters(
+        transformers={name: states[name] for name in builder.spec.experts},
+        vae=states["vae"],
+        text_encoder=states.get("text_encoder"),
+    )
+    return LoadedParameters(parameters=parameters, messages=messages)
+
 
 OutputType = Literal["np", "latent", "uint8"]
 EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
@@ -52,26 +130,27 @@ class WanOutput:
 
 
 class WanPipeline:
-    """A WAN text-to-video model on a mesh, ready to generate."""
+    """A loaded WAN text-to-video model on a mesh."""
 
     def __init__(
         self,
         *,
-        workshop: Workshop,
+        builder: ProgramBuilder,
         parameters: WanParameters,
         tokenizer: PromptTokenizer,
-        kept_prompts: KeptPrompts | None = None,
+        prompt_cache: RowCache | None = None,
+        attention: Mapping[ProgramShape, BlockAttention] | None = None,
     ):
-        self.workshop = workshop
+        self.builder = builder
         self.parameters = parameters
         self._prompts = PromptEncoder(
             tokenizer=tokenizer,
-            programs=TextPrograms(
-                workshop.models.text_encoder.graph, workshop.mesh, workshop.compile
-            ),
+            programs=TextPrograms(builder.models.text_encoder.graph, builder.mesh, builder.compile),
             weights=parameters.text_encoder,
-            kept=kept_prompts,
+            kept=prompt_cache,
         )
+        # Plans of a resolved job by shape; the pipeline plans other shapes when it meets them.
+        self._attention = {**(attention or {})}
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     @classmethod
@@ -84,10 +163,10 @@ class WanPipeline:
         settings: PipelineSettings | None = None,
         progress: Progress | None = None,
     ) -> "WanPipeline":
-        """The pipeline of a diffusers folder, a hub id, or `embedded` (the model in the package).
+        """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
 
-        `dtype` is that of the transformer and the text encoder ("float32" unless given; the VAE
-        stays in float32); `settings` says everything else, and then the dtypes too.
+        `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
+        in float32. `settings` holds everything else, and then the dtypes too.
         """
         if settings is None:
             settings = PipelineSettings(precision=Precision.of(dtype or "float32"))
@@ -96,17 +175,29 @@ class WanPipeline:
                 f"dtype={dtype!r}: settings.precision holds the dtypes. Give one of the two."
             )
         opened, spec = open_wan_folder(folder)
-        workshop = Workshop(
+        builder = ProgramBuilder(
             spec=spec.with_scan(settings.scan_layers),
             settings=settings,
             mesh=mesh or single_device_mesh(),
         )
         tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
-        loaded = load_wan_parameters(opened, workshop, progress=progress)
-        return cls(workshop=workshop, parameters=loaded.parameters, tokenizer=tokenizer)
+        loaded = load_wan_parameters(opened, builder, progress=progress)
+        return cls(builder=builder, parameters=loaded.parameters, tokenizer=tokenizer)
+
+    @classmethod
+    def from_config(cls, config: object, **overrides: object) -> "WanPipeline":
+        """Loads the pipeline of a config, as `generate_wan` would build it.
+
+        `config` is the path of a YAML or Python file, a mapping or an `ml_collections.ConfigDict`;
+        `overrides` replace its fields.
+        """
+        # Jobs are resolved by a room above this one, which is loaded only here.
+        from maxdiffusion.generation.generate import pipeline_from_config
+
+        return pipeline_from_config(config, overrides)
 
     def with_parameters(self, parameters: WanParameters) -> "WanPipeline":
-        """The same with other weights of the same kind; compiled programs are shared."""
+        """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
         other = copy.copy(self)
         other.parameters = parameters
         other._prompts = self._prompts.with_weights(parameters.text_encoder)
@@ -128,14 +219,14 @@ class WanPipeline:
         flow_shift, boundary_ratio.
         """
         _check_output_type(output_type)
-        length = self.workshop.settings.text_length
+        length = self.builder.settings.text_length
         if max_sequence_length not in (None, length):
             raise ValueError(
                 f"max_sequence_length={max_sequence_length}: this pipeline was made for {length}. "
                 "Set PipelineSettings(text_length=...) when you make it."
             )
         request = request_from_arguments(
-            self.workshop.spec, prompt=prompt, negative_prompt=negative_prompt, **arguments
+            self.builder.spec, prompt=prompt, negative_prompt=negative_prompt, **arguments
         )
         experts = self.condition(request)
         *_, (last, _) = self.denoise(request, experts)
@@ -147,13 +238,13 @@ class WanPipeline:
         return WanOutput(frames=np.stack(videos))
 
     def shape(self, request: Request) -> ProgramShape:
-        """What a request is compiled for."""
-        spec = self.workshop.spec
+        """Returns the sizes that a request is compiled for."""
+        spec = self.builder.spec
         return ProgramShape(
             videos=len(request.prompts),
             latent=latent_shape(request.video, spec.vae, spec.transformer),
             guidance=request.guidance,
-            text_length=self.workshop.settings.text_length,
+            text_length=self.builder.settings.text_length,
         )
 
     def compile(
@@ -163,22 +254,22 @@ class WanPipeline:
         *,
         other_prompts: Sequence[str] = (),
     ) -> None:
-        """Compiles everything that the request, also with the other prompts, will run."""
+        """Compiles everything that the request runs, and the encoders of the other prompts."""
         shape = self.shape(request)
         with self._precision():
             self._prompts.compile([*texts_of(request), *other_prompts], shape.text_length)
         self._read_text(shape)
-        initial_noise([0], shape.latent)  # its program is compiled by its first use
+        initial_noise([0], shape.latent.dims)  # its program is compiled by its first use
         self._start(shape, request)
         self._step(shape, request)
         self._decode(shape, frame_format)
 
     def condition(self, request: Request) -> Experts:
-        """The experts, each with its view of the prompts; waits until they are ready."""
+        """Returns the experts with their text keys and values, once they are computed."""
         shape = self.shape(request)
         with self._precision():
             rows = self._prompts.encode(texts_of(request), shape.text_length)
-        rows = self._everywhere(rows.astype(self.workshop.settings.precision.activations))
+        rows = self._everywhere(rows.astype(self.builder.settings.precision.activations))
         read_text = self._read_text(shape)
         scales = (request.scales.high_noise, request.scales.low_noise)
         experts = [
@@ -203,7 +294,7 @@ class WanPipeline:
     def denoise(
         self, request: Request, experts: Experts
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
-        """Yields the latents after every step, which live until the next one, and its time."""
+        """Yields the latents after every step, valid until the next one, and the step's time."""
         shape = self.shape(request)
         first = self._start(shape, request)(self.first_latents(request))
         step = self._step(shape, request)
@@ -211,36 +302,39 @@ class WanPipeline:
             yield state.sample, time
 
     def first_latents(self, request: Request) -> Float[Array, "B F Y X C"]:
-        """What denoising starts from: the latents of the request, or the noise of its seeds."""
+        """Returns the latents of the request, or the noise of its seeds."""
         latents = request.latents
         if latents is None:
-            latents = initial_noise(request.seeds, self.shape(request).latent)
+            latents = initial_noise(request.seeds, self.shape(request).latent.dims)
         return self._everywhere(latents)
 
-    def fast_heads(
+    def fixed_m_eligible_heads(
         self, request: Request, experts: Experts, latents: Float[Array, "B F Y X C"], step: int
-    ) -> FastHeads:
-        """How many heads fixed-m softmax serves in the step that starts from `latents`.
+    ) -> FixedMEligibleHeads:
+        """Counts the heads that fixed-m softmax serves in the step that starts from `latents`.
 
-        A forward of its own, in a program of its own: the step itself counts nothing.
+        This is one more forward, in its own program: the step itself counts nothing.
         """
         shape = self.shape(request)
         timestep = float(request.sampler.timesteps[step])
-        expert = experts.at(timestep)
-        count = self.compile_fast_heads(request)
+        expert = experts.expert_at(timestep)
+        count = self.compile_fixed_m_eligible_heads(request)
         now = self._everywhere(np.float32(timestep))
         counts = np.asarray(count(expert.weights, expert.text, latents, now))
-        return FastHeads(
+        return FixedMEligibleHeads(
             step=step,
             expert=expert.name,
-            pairs=shape.model_batch * self.workshop.spec.transformer.heads,
+            pairs=shape.model_batch * self.builder.spec.transformer.heads,
             of_layers=tuple(counts.tolist()),
         )
 
-    def compile_fast_heads(self, request: Request) -> Callable[..., Any]:
-        """The program of `fast_heads`, compiled if it was not yet."""
+    def compile_fixed_m_eligible_heads(self, request: Request) -> Callable[..., Any]:
+        """Returns the program of `fixed_m_eligible_heads`, compiled once."""
         shape = self.shape(request)
-        return self._program(("fast_heads", shape), lambda: self.workshop.lower_fast_heads(shape))
+        return self._program(
+            ("fast_heads", shape),
+            lambda: self.builder.lower_fixed_m_eligible_heads(shape, self._plan(shape)),
+        )
 
     def decode(
         self,
@@ -248,45 +342,52 @@ class WanPipeline:
         latents: Float[np.ndarray, "F Y X C"],
         frame_format: FrameFormat = as_floats,
     ) -> Array:
-        """The frames [F, H, W, 3] of one video, still on the devices."""
+        """Returns the frames [F, H, W, 3] of one video, on the devices."""
         program = self._decode(self.shape(request), frame_format)
         batch = self._everywhere(np.asarray(latents, np.float32)[None])
         return jax.block_until_ready(program(self.parameters.vae, batch))[0]
 
+    def _plan(self, shape: ProgramShape) -> BlockAttention:
+        if shape not in self._attention:
+            self._attention[shape] = self.builder.attention(shape)
+        return self._attention[shape]
+
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
         key = ("read_text", shape.model_batch, shape.text_length)
-        return self._program(key, lambda: self.workshop.lower_read_text(shape))
+        return self._program(key, lambda: self.builder.lower_read_text(shape))
 
     def _start(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
         sampler = request.sampler
         key = ("start", shape.videos, shape.latent, type(sampler))
-        return self._program(key, lambda: self.workshop.lower_start(shape, sampler))
+        return self._program(key, lambda: self.builder.lower_start(shape, sampler))
 
     def _step(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
         sampler = request.sampler
         key = ("denoise_step", shape, type(sampler))
-        return self._program(key, lambda: self.workshop.lower_denoise_step(shape, sampler))
+        return self._program(
+            key, lambda: self.builder.lower_denoise_step(shape, sampler, self._plan(shape))
+        )
 
     def _decode(self, shape: ProgramShape, frame_format: FrameFormat) -> Callable[..., Any]:
         key = ("decode", shape.latent, frame_format)
-        return self._program(key, lambda: self.workshop.lower_decode(shape, frame_format))
+        return self._program(key, lambda: self.builder.lower_decode(shape, frame_format))
 
     def _program(
         self, key: tuple[str, *tuple[Hashable, ...]], lower: Callable[[], jax.stages.Lowered]
     ) -> Callable[..., Any]:
         if key not in self._programs:
-            self._programs[key] = self.workshop.compile(key[0], lower())
+            self._programs[key] = self.builder.compile(key[0], lower())
         return self._programs[key]
 
     def _everywhere(self, array: Any) -> Array:
-        return jax.device_put(array, self.workshop.everywhere)
+        return jax.device_put(array, self.builder.everywhere)
 
     def _precision(self) -> Any:
-        return jax.default_matmul_precision(self.workshop.settings.precision.matmul)
+        return jax.default_matmul_precision(self.builder.settings.precision.matmul)
 
 
 def texts_of(request: Request) -> list[str]:
-    """The texts that the model reads; the negative ones only if it is guided by them."""
+    """Returns the texts to encode; the negative ones only with guidance."""
     guided = request.guidance.copies == 2
     return [*request.prompts, *(request.negative_prompts if guided else ())]
 

@@ -1,8 +1,9 @@
-"""Compile a job for a TPU that is not there, and say what will happen.
+"""Compiles a job for a TPU slice that is not there, and reports what it will do.
 
-topology   TPU devices by name, without a TPU      chips      what a chip can do
-flops      work of a forward, bounds, MFU           released   sizes of released models
-hlo        scheduled programs, read                 bundles    kernels' machine code, read
-programs   every program of a job, compiled         step_time  seconds of a denoise step
-report     all of it as words and as JSON
+job         the job of a config on described devices      devices     TPU devices by name
+compile     every program of the job                      kernels     its kernels alone
+readers/    scheduled HLO, cycles, collectives, bundles   report      text and JSON
+command     compile -> read -> report                     ranking     several attentions or slices
+tile_search, tiles, tune   the best block sizes of kernels
+benchmark   denoise steps on devices of this machine      plots       charts and heat maps
 """

@@ -1,13 +1,18 @@
-"""Seconds per denoise step for every attention and batch size, on the devices that are there.
+"""Benchmarks denoise steps on the devices of this machine, for every attention and batch size.
 
 The model has its real sizes and random weights: nothing is loaded or downloaded, and the time of a
-step does not depend on the values. (All heads pass the gate of fixed-m softmax.)
+step does not depend on the values. (All heads pass the gate of fixed-m softmax.) `run_sweep`
+measures cases, `Results` keeps a line of JSON for each, `table` and `chart` show them.
 """
 
+import json
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,30 +22,158 @@ from flax import nnx
 from jax.sharding import NamedSharding
 
 from maxdiffusion import __version__
-from maxdiffusion.commands.bench_results import Case, Results
-from maxdiffusion.commands.pipeline_settings import program_shape, sampler
-from maxdiffusion.commands.preflight_ranking import entry_overrides
-from maxdiffusion.commands.preparation import ModelChecks
-from maxdiffusion.config.config import Config
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.config.validation import check_job
-from maxdiffusion.mesh.devices import slice_index
-from maxdiffusion.pipelines.denoise import Expert, Experts, denoise
-from maxdiffusion.pipelines.noise import initial_noise
-from maxdiffusion.pipelines.programs import ProgramShape, Workshop
-from maxdiffusion.preflight.released import find_spec
-from maxdiffusion.runtime.coordination import exchange, from_first, this_member
-from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.config.load import read_config
+from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
+from maxdiffusion.distributed.coordination import (
+    PREEMPTION,
+    Preempted,
+    all_gather_str,
+    broadcast_from_first,
+)
+from maxdiffusion.distributed.service import this_process
+from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.generation.job import ResolvedJob
+from maxdiffusion.generation.settings import sampler
+from maxdiffusion.pipelines.programs import ProgramBuilder
+from maxdiffusion.preflight.command import plan_on
+from maxdiffusion.preflight.plots import Line, line_chart
+from maxdiffusion.preflight.ranking import entry_overrides
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
-from maxdiffusion.runtime.stopping import STOPS, StopAsked
+from maxdiffusion.runtime.progress import PROGRESS
 
+logger = logging.getLogger(__name__)
+
+# Steps before the measured ones.
 WARM_UP = 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class Case:
+    """One measurement: an attention (or name:UxR) and the number of videos made at once."""
+
+    attention: str
+    videos: int
+
+    def __post_init__(self) -> None:
+        if self.videos < 1:
+            raise ValueError(f"videos={self.videos}: must be at least 1")
+
+    @property
+    def key(self) -> str:
+        """Returns the identity of a case within a job."""
+        return f"{self.attention} b{self.videos}"
+
+    @property
+    def title(self) -> str:
+        """Returns the case in words."""
+        return f"{self.attention}, {self.videos} at once"
+
+
+class Results:
+    """The lines of one job in a file that may contain other jobs too.
+
+    `job` identifies config, devices and versions. An interrupted run continues where it stopped; a
+    half-written line is measured again.
+    """
+
+    def __init__(self, path: Path, job: str):
+        self._path = path
+        self._job = job
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Returns the complete lines of this job, the latest of each case."""
+        return [*{line["key"]: line for line in self._read()}.values()]
+
+    def finished(self) -> Iterator[str]:
+        """Yields the keys of the measured cases."""
+        yield from (line["key"] for line in self.lines())
+
+    def add(self, case: Case, line: dict[str, Any]) -> None:
+        """Appends the line of a case and syncs it to disk."""
+        named = {"job": self._job, "key": case.key, "attention": case.attention}
+        text = json.dumps(named | {"videos": case.videos} | line)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.open("a+b") as file:
+            # A half-written last line is ended first.
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+            gap = b"" if file.read(1) in (b"", b"\n") else b"\n"
+            file.write(gap + text.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        for text in self._path.read_text(encoding="utf-8").splitlines():
+            try:
+                line = json.loads(text)
+            except json.JSONDecodeError:
+                continue
+            if not isinstance(line, dict):
+                rule = "is not a file of results"
+                raise ProblemsFound([Problem(name="results", value=str(self._path), rule=rule)])
+            if line.get("job") == self._job:
+                yield line
+
+
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """Returns seconds per step and video, a row per attention, a column per batch size."""
+    attentions, batches = axes(lines)
+    width = max((len(name) for name in attentions), default=0) + 2
+    measured = {(line["attention"], line["videos"]): line for line in lines}
+    head = f"{'s per step and video':{max(width, 22)}}" + "".join(f"{f'b{b}':>12}" for b in batches)
+    rows = [head, "-" * len(head)]
+    for name in attentions:
+        cells = "".join(f"{cell(measured.get((name, batch))):>12}" for batch in batches)
+        rows.append(f"{name:{max(width, 22)}}{cells}")
+    refusals = [f"{line['key']}: {line['refusal']}" for line in lines if line["refusal"]]
+    return "\n".join([*rows, *refusals])
+
+
+def cell(line: dict[str, Any] | None) -> str:
+    """Returns one measurement as a cell of the table."""
+    if line is None:
+        return ""
+    return "refused" if line["refusal"] else f"{line['seconds_per_video_step']:.4g}"
+
+
+def axes(lines: Sequence[dict[str, Any]]) -> tuple[list[str], list[int]]:
+    """Returns the attentions in their order, and the batch sizes from small to large."""
+    attentions = dict.fromkeys(line["attention"] for line in lines)
+    return [*attentions], sorted({line["videos"] for line in lines})
+
+
+def chart(title: str, lines: Sequence[dict[str, Any]]) -> str:
+    """Returns an SVG of seconds per step and video over the batch size, a line per attention."""
+    attentions, batches = axes(lines)
+    seconds = {
+        (line["attention"], line["videos"]): line["seconds_per_video_step"]
+        for line in lines
+        if not line["refusal"]
+    }
+    return line_chart(
+        title,
+        [
+            Line(
+                label=f"{name} ({_last(seconds.get((name, batches[-1])))} at {batches[-1]})",
+                points=[
+                    (batch, seconds[name, batch]) for batch in batches if (name, batch) in seconds
+                ],
+            )
+            for name in attentions
+        ],
+        x_label="videos at once",
+        y_label="seconds per step and video",
+    )
+
+
+def _last(seconds: float | None) -> str:
+    return "refused" if seconds is None else f"{seconds:.3g} s"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What to measure: a config, the cases, steps of each, and where profiles of some go."""
+    """The arguments of a benchmark: config, cases, steps of each, and which ones to profile."""
 
     arguments: tuple[str, ...]
     cases: tuple[Case, ...]
@@ -49,61 +182,46 @@ class Sweep:
     profile_folder: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A case that can run."""
-
-    config: Config
-    workshop: Workshop
-    shape: ProgramShape
-
-
 def run_sweep(sweep: Sweep, results: Results) -> None:
-    """Measures every case that the results do not hold yet; the first process writes them.
+    """Measures every case that the results do not have yet; the first process writes them.
 
-    A case that is refused, or does not fit into memory, is noted, and the others go on. SIGTERM
-    ends the sweep after a step, without the case of that step.
+    A case that is refused or runs out of memory is recorded, and the others continue. SIGTERM ends
+    the sweep after the current step, without the result of that case.
     """
-    finished = set(from_first("bench finished", lambda: [*results.finished()]))
+    finished = set(broadcast_from_first("bench finished", lambda: [*results.finished()]))
     bench, cases = Bench(sweep), enumerate(sweep.cases, 1)
-    with STOPS.heeded():
+    with PREEMPTION.guard():
         for number, case in ((number, case) for number, case in cases if case.key not in finished):
-            MARKS.reach(f"bench {case.key}")
-            say(f"[{number}/{len(sweep.cases)}] {case.title} ...")
+            PROGRESS.checkpoint(f"bench {case.key}")
+            logger.info(f"[{number}/{len(sweep.cases)}] {case.title} ...")
             try:
                 line = bench.measure(case)
-            except StopAsked:
+            except Preempted:
                 raise RunFailed(
-                    f"as asked, at case {number} of {len(sweep.cases)}. The same command goes on "
+                    f"as asked, at case {number} of {len(sweep.cases)}. The same command continues "
                     "there."
                 ) from None
             if jax.process_index() == 0:
                 results.add(case, line)
-            say(f"[{number}/{len(sweep.cases)}] {case.title}: {in_words(line)}")
+            logger.info(f"[{number}/{len(sweep.cases)}] {case.title}: {describe(line)}")
 
 
-def say(text: str) -> None:
-    """Prints once for all processes."""
-    if jax.process_index() == 0:
-        print(text, flush=True)
-
-
-def in_words(line: dict[str, Any]) -> str:
-    """What came of a case, in a few words."""
+def describe(line: dict[str, Any]) -> str:
+    """Returns the result of a case in a few words."""
     if line["refusal"]:
         return f"refused: {line['refusal']}"
     return f"{line['seconds_per_step']:.4g} s a step, compiled in {line['compile_seconds']:.1f} s"
 
 
 class Bench:
-    """Measures cases one after the other; weights stay from case to case while the mesh does."""
+    """Measures cases one after the other; weights are reused while the mesh stays the same."""
 
     def __init__(self, sweep: Sweep):
         self._sweep = sweep
         self._weights: tuple[Any, nnx.State] | None = None
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """The line of a case: its times, or why there are none."""
+        """Returns the line of a case: its times, or the reason of its refusal."""
         facts = {"devices": jax.device_count(), "device_kind": jax.devices()[0].device_kind}
         line = facts | {"processes": jax.process_count(), "software": f"maxdiffusion {__version__}"}
         try:
@@ -116,57 +234,41 @@ class Bench:
                 raise
             return line | {"refusal": "out of memory"}
 
-    def prepare(self, case: Case) -> Prepared:
-        """The checked case; raises ProblemsFound with all that is wrong."""
+    def prepare(self, case: Case) -> ResolvedJob:
+        """Returns the checked case; raises every problem at once."""
         count = jax.device_count()
         overrides = (
             *entry_overrides(case.attention),
             f"num_videos={case.videos}",
-            # Half a video more, so that rounding down gives the number itself.
+            # Half a video more, so that rounding down gives the exact number.
             f"per_device_batch_size={(case.videos + 0.5) / count}",
             f"num_inference_steps={WARM_UP + self._sweep.steps}",
         )
-        reading = read_config([*self._sweep.arguments, *overrides])
-        config = reading.config
-        spec = find_spec(config.pretrained_model_name_or_path)
-        slices = len({*map(slice_index, jax.devices())})
-        checks = ModelChecks(spec=spec, device_count=count, slice_count=slices)
-        job = check_job(
-            config,
-            device_count=count,
-            slice_count=slices,
-            heads=spec.transformer.heads,
-            checks=(checks,),
-            earlier=list(reading.problems),
-        )
-        return Prepared(
-            config=config,
-            workshop=checks.workshop(config),
-            shape=program_shape(config, spec, job.batch_size),
-        )
+        parsed = read_config([*self._sweep.arguments, *overrides])
+        return plan_on(parsed, jax.devices())
 
-    def run(self, case: Case, prepared: Prepared) -> dict[str, Any]:
-        """The times of a case, with the slowest process named."""
-        workshop, shape = prepared.workshop, prepared.shape
-        steps = sampler(prepared.config, workshop.spec)
+    def run(self, case: Case, prepared: ResolvedJob) -> dict[str, Any]:
+        """Returns the times of a case and the slowest process."""
+        builder, shape = prepared.builder, prepared.shape
+        steps = sampler(prepared.config, builder.spec)
         began = time.perf_counter()
-        program = workshop.lower_denoise_step(shape, steps).compile()
+        program = builder.lower_denoise_step(shape, steps, prepared.attention).compile()
         compiled = time.perf_counter() - began
         expert = self.expert(prepared)
-        noise = initial_noise(range(shape.videos), shape.latent)
-        start = workshop.lower_start(shape, steps).compile()
-        state = start(jax.device_put(noise, workshop.everywhere))
+        noise = initial_noise(range(shape.videos), shape.latent.dims)
+        start = builder.lower_start(shape, steps).compile()
+        state = start(jax.device_put(noise, builder.everywhere))
         experts = Experts(high_noise=expert, low_noise=expert, boundary=0.0)
-        loop = STOPS.between(denoise(program, state, sampler=steps, experts=experts))
+        loop = PREEMPTION.until_preempted(denoise(program, state, sampler=steps, experts=experts))
         seconds = [step.seconds for _, step in self.profiler(case).watch(loop)][WARM_UP:]
         mine = median(seconds)
-        hosts = [float(said) for said in exchange("bench seconds", repr(mine))]
-        names = exchange("bench hosts", this_member().host)
+        hosts = [float(said) for said in all_gather_str("bench seconds", repr(mine))]
+        names = all_gather_str("bench hosts", this_process().host)
         slowest = int(np.argmax(hosts))
         return {
-            "mesh": dict(workshop.mesh.shape),
+            "mesh": dict(builder.mesh.shape),
             "tokens": shape.latent.tokens,
-            "runs": workshop.attention(shape).self_attention.runs,
+            "runs": prepared.attention.self_attention.runs,
             "compile_seconds": compiled,
             "step_seconds": seconds,
             "seconds_per_step": max(hosts),
@@ -176,55 +278,55 @@ class Bench:
         }
 
     def profiler(self, case: Case) -> Profiler:
-        """Traces the measured steps of the batch sizes that are to be profiled."""
+        """Returns the profiler of a case; it traces the measured steps of `profile_batches`."""
         sweep = self._sweep
         if case.videos not in sweep.profile_batches:
             return Profiler(None)
         folder = f"{sweep.profile_folder}/{case.key.replace(':', '_').replace(' ', '_')}"
         return Profiler(ProfilePlan(folder=folder, skip=WARM_UP, steps=sweep.steps))
 
-    def expert(self, prepared: Prepared) -> Expert:
-        """A transformer of random weights that has read a random text."""
-        workshop, shape = prepared.workshop, prepared.shape
-        place = (workshop.mesh, workshop.settings.precision.weights)
-        if self._weights is None or self._weights[0] != place:
-            self._weights = None  # the old ones go before the new ones come
-            self._weights = (place, random_weights(workshop))
+    def expert(self, prepared: ResolvedJob) -> Expert:
+        """Returns a transformer with random weights and the keys and values of a random text."""
+        builder, shape = prepared.builder, prepared.shape
+        key = (builder.mesh, builder.settings.precision.weights)
+        if self._weights is None or self._weights[0] != key:
+            self._weights = None  # frees the memory of the old ones first
+            self._weights = (key, random_weights(builder))
         weights = self._weights[1]
-        size = (shape.model_batch, shape.text_length, workshop.spec.transformer.text_dim)
+        size = (shape.model_batch, shape.text_length, builder.spec.transformer.text_dim)
         rows = np.random.default_rng(0).standard_normal(size, np.float32)
-        rows = rows.astype(workshop.settings.precision.activations)
-        read_text = workshop.lower_read_text(shape).compile()
-        text = read_text(weights, jax.device_put(rows, workshop.everywhere))
+        rows = rows.astype(builder.settings.precision.activations)
+        read_text = builder.lower_read_text(shape).compile()
+        text = read_text(weights, jax.device_put(rows, builder.everywhere))
         return Expert(name="random weights", weights=weights, text=text, guidance_scale=4.0)
 
 
 def bytes_needed(program: jax.stages.Compiled) -> int:
-    """Memory of one device for arguments and temporaries; 0 where the compiler does not say."""
+    """Returns a device's memory for arguments and temporaries; 0 if the compiler does not know."""
     stats = program.memory_analysis()
     return 0 if stats is None else stats.argument_size_in_bytes + stats.temp_size_in_bytes
 
 
-def random_weights(workshop: Workshop) -> nnx.State:
-    """Small random parameters of a transformer, each made where it lies."""
-    return jax.tree.map(drawn, workshop.models.transformer.on(workshop.mesh))
+def random_weights(builder: ProgramBuilder) -> nnx.State:
+    """Returns small random parameters of a transformer, each made on its own devices."""
+    return jax.tree.map(drawn, builder.models.transformer.on(builder.mesh))
 
 
 def drawn(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """One random parameter, small enough to keep activations of any depth finite."""
+    """Returns one random parameter, small enough to keep activations of any depth finite."""
     return drawing(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.key(0))
 
 
 @cache
 def drawing(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[..., Any]:
-    """The program that draws parameters of one shape in one place; many layers share it."""
+    """Returns the program that draws parameters of one shape and sharding; layers share it."""
     return jax.jit(
         lambda key: jax.random.uniform(key, shape, dtype, -0.05, 0.05), out_shardings=sharding
     )
 
 
 def cases_of(attentions: Sequence[str], batches: Sequence[int]) -> Iterator[Case]:
-    """Every attention with every batch size, small batches first."""
+    """Yields every attention with every batch size, small batches first."""
     for videos in sorted({*batches}):
         for attention in dict.fromkeys(attentions):
             yield Case(attention=attention, videos=videos)

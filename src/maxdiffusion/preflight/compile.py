@@ -1,11 +1,151 @@
-"""From what the TPU compiler says to a sentence that names the keys to change."""
+"""Compiles every program of a generation for a topology, and explains what the compiler refuses."""
 
+import logging
 import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 
-from maxdiffusion.preflight.chips import Chip
-from maxdiffusion.runtime.problems import Problem
+from maxdiffusion.attention import BlockAttention
+from maxdiffusion.costs.chips import GIB, Chip
+from maxdiffusion.diffusion import Sampler
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.kernels.tpu import MIB
+from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape, as_bytes
+from maxdiffusion.pipelines.text import BUCKETS, TextPrograms
+
+logger = logging.getLogger(__name__)
+
+DENOISE_STEP = "denoise_step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """HBM of one program on one device, in bytes."""
+
+    arguments: int
+    outputs: int
+    temporaries: int
+    code: int
+
+    @property
+    def peak(self) -> int:
+        """Returns all bytes at once; results that reuse the buffer of an argument count once."""
+        return self.arguments + self.without_arguments
+
+    @property
+    def without_arguments(self) -> int:
+        """Returns the bytes that the program needs on top of its arguments."""
+        return self.outputs + self.temporaries + self.code
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledProgram:
+    """A compiled program: its schedule as text, its memory, and its compile time in seconds."""
+
+    name: str
+    text: str
+    memory: Memory
+    flops: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramMaker:
+    """A program that can be compiled, under the name that profiles show."""
+
+    name: str
+    compile: Callable[[], jax.stages.Compiled]
+
+
+def programs_of(
+    builder: ProgramBuilder, shape: ProgramShape, *, sampler: Sampler, attention: BlockAttention
+) -> tuple[ProgramMaker, ...]:
+    """Returns the programs of a generation, the denoise step first; both experts share it.
+
+    The text encoder is that of the longest prompts; shorter ones need less.
+    """
+    lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
+        DENOISE_STEP: lambda: builder.lower_denoise_step(shape, sampler, attention),
+        "read_text": lambda: builder.lower_read_text(shape),
+        "start": lambda: builder.lower_start(shape, sampler),
+        "decode": lambda: builder.lower_decode(shape, as_bytes),
+    }
+    makers = [
+        ProgramMaker(name=name, compile=partial(_compiled, builder, name, lower))
+        for name, lower in lowerings.items()
+    ]
+    return (*makers, text_encoder_of(builder, shape.text_length, shape.text_length))
+
+
+def shorter_text_encoders(builder: ProgramBuilder) -> tuple[ProgramMaker, ...]:
+    """Returns the encoders of shorter prompts, which a job may need too."""
+    longest = builder.settings.text_length
+    shorter = [length for length in BUCKETS if length < longest]
+    return tuple(text_encoder_of(builder, length, longest) for length in shorter)
+
+
+def text_encoder_of(builder: ProgramBuilder, length: int, longest: int) -> ProgramMaker:
+    """Returns the text encoder of prompts of up to `length` tokens, padded to the longest."""
+
+    def text_encoder() -> jax.stages.Compiled:
+        models, mesh = builder.models, builder.mesh
+        programs = TextPrograms(models.text_encoder.graph, mesh, builder.compile)
+        weights = models.text_encoder.on(mesh)
+        with jax.default_matmul_precision(builder.settings.precision.matmul):
+            compiled = programs.get(weights, length, longest)
+        assert isinstance(compiled, jax.stages.Compiled)
+        return compiled
+
+    name = "text_encoder" if length == longest else f"text_encoder of {length} tokens"
+    return ProgramMaker(name=name, compile=text_encoder)
+
+
+def _compiled(
+    builder: ProgramBuilder, name: str, lower: Callable[[], jax.stages.Lowered]
+) -> jax.stages.Compiled:
+    return builder.compile(name, lower())
+
+
+def compile_program(maker: ProgramMaker, chip: Chip) -> CompiledProgram:
+    """Returns the compiled program; a refusal of the compiler raises ProblemsFound."""
+    started = time.perf_counter()
+    try:
+        compiled = maker.compile()
+    except Exception as error:
+        if not is_refusal(error):
+            raise
+        raise ProblemsFound([explain(maker.name, str(error), chip)]) from error
+    stats = compiled.memory_analysis()
+    assert stats is not None, maker.name  # every TPU program has them
+    costs = compiled.cost_analysis() or {}
+    return CompiledProgram(
+        name=maker.name,
+        text=compiled.as_text() or "",
+        memory=Memory(
+            arguments=stats.argument_size_in_bytes,
+            outputs=stats.output_size_in_bytes - stats.alias_size_in_bytes,
+            temporaries=stats.temp_size_in_bytes,
+            code=stats.generated_code_size_in_bytes,
+        ),
+        flops=float(costs.get("flops", 0.0)),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def compile_all(makers: tuple[ProgramMaker, ...], chip: Chip) -> Iterator[CompiledProgram]:
+    """Yields the compiled programs, with a message before and after each."""
+    for number, maker in enumerate(makers, 1):
+        count = f"[{number}/{len(makers)}]"
+        logger.info(f"{count} compiling {maker.name} ...")
+        program = compile_program(maker, chip)
+        peak = program.memory.peak / GIB
+        logger.info(f"{count} {maker.name}: {program.seconds:.1f} s, {peak:.2f} GiB HBM")
+        yield program
+
 
 _REMEDIES = {
     "hbm": "Use more devices, split the weights with ici_fsdp_parallelism or "
@@ -20,9 +160,9 @@ _REMEDIES = {
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether an error is the compiler's, and not a mistake of this program.
+    """Returns whether an error is the compiler's, rather than a bug of this program.
 
-    The compiler of Pallas kernels raises classes of its own, which jax.errors does not name.
+    The compiler of Pallas kernels raises its own classes, which jax.errors does not export.
     """
     if isinstance(error, jax.errors.JaxRuntimeError | NotImplementedError):
         return True
@@ -30,14 +170,14 @@ def is_refusal(error: Exception) -> bool:
 
 
 def explain(program: str, message: str, chip: Chip) -> Problem:
-    """The problem that a compiler's message is about."""
+    """Returns the problem behind a compiler's message, with the config fields to change."""
     used = _sizes(message)
     if re.search(r"vmem", message, re.IGNORECASE) and _exhausted(message):
         return Problem(
             name=program,
             value="compile error",
             rule=f"a kernel needs more VMEM than it may use ({used or _first_line(message)}; "
-            f"{chip.title} has {chip.vmem_bytes / 2**20:.0f} MiB)",
+            f"{chip.title} has {chip.vmem_bytes / MIB:.0f} MiB)",
             remedy=_REMEDIES["vmem"],
         )
     if re.search(r"hbm", message, re.IGNORECASE) and _exhausted(message):
@@ -46,7 +186,7 @@ def explain(program: str, message: str, chip: Chip) -> Problem:
             name=program,
             value="compile error",
             rule=f"it does not fit into the device's HBM ({used or _first_line(message)}; "
-            f"{chip.title} has {chip.hbm_bytes / 2**30:.0f} GiB a device)",
+            f"{chip.title} has {chip.hbm_bytes / GIB:.0f} GiB a device)",
             remedy=remedy,
         )
     if re.search(r"mosaic|layout|pallas", message, re.IGNORECASE):
@@ -69,7 +209,7 @@ def _exhausted(message: str) -> bool:
 
 
 def _sizes(message: str) -> str:
-    """The part of the message with the sizes, where there is one."""
+    """Returns the part of the message with the sizes, or an empty string."""
     for pattern in (
         r"Used [\d.]+\w* of [\d.]+\w* \w+",
         r"[Ss]coped allocation with size [\d.]+\w* and limit [\d.]+\w*",

@@ -1,67 +1,68 @@
-"""Several attentions, or several sizes of slice, side by side: a table, a picture, JSON."""
+"""Ranks several attentions, or several sizes of slice: a table, a page with a chart, and JSON."""
 
 import json
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from maxdiffusion.commands.preflight import Preflight, compiled_report, prepare, say
-from maxdiffusion.config.loading import Reading, read_config
-from maxdiffusion.preflight.chart import Bar
-from maxdiffusion.preflight.flops import forward_flops, step_bounds
-from maxdiffusion.preflight.page import PageRow, page
-from maxdiffusion.preflight.planner import Choice, Task, choices, explain
-from maxdiffusion.preflight.programs import DENOISE_STEP
-from maxdiffusion.preflight.step_time import in_words
-from maxdiffusion.preflight.topology import Topology, describe_devices, topology_of_size
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.config.load import ParsedConfig, read_config
+from maxdiffusion.costs.chips import GIB, Topology, topology_of_size
+from maxdiffusion.costs.flops import step_bounds
+from maxdiffusion.costs.planner import Choice, Task, choices, explain
+from maxdiffusion.costs.step_time import COPIES, EXPOSED, format_seconds
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.generation.job import ResolvedJob
+from maxdiffusion.preflight.command import compiled_report, plan_for_topology, step_flops
+from maxdiffusion.preflight.compile import DENOISE_STEP
+from maxdiffusion.preflight.devices import describe_devices
+from maxdiffusion.preflight.plots import Bar, RankingRow, ranking_page, require_matplotlib
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of a ranking: what it is, its parts in seconds, and all else that is known."""
+class Ranked:
+    """One entry of a ranking: its row on the page, and further entries of its JSON object."""
 
-    bar: Bar
-    bound: float
-    facts: dict[str, Any]
-    shown: Mapping[str, str] = field(default_factory=dict)
+    row: RankingRow
+    json: dict[str, Any]
 
 
-def compare(reading: Reading, arguments: Sequence[str]) -> None:
+def compare(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Compiles the denoise step of every entry of `compare` and ranks them by predicted time.
 
-    What one of them cannot do is said, and does not stop the others.
+    An entry that cannot run is reported and does not stop the others.
     """
-    rows = []
-    for entry in reading.config.compare:
-        overrides = entry_overrides(entry)
-        changed = [*arguments, *overrides]
+    if parsed.config.report:
+        require_matplotlib()
+    entries = []
+    for entry in parsed.config.compare:
+        changed = [*arguments, *entry_overrides(entry)]
         try:
-            say(f"== {entry}")
-            job = prepare(read_config(changed))
+            logger.info(f"== {entry}")
+            job = plan_for_topology(read_config(changed))
             report = compiled_report(job, changed, only=DENOISE_STEP)
         except ProblemsFound as error:
-            say(f"{entry} cannot run:\n{error}")
+            logger.info(f"{entry} cannot run:\n{error}")
             continue
-        bar = Bar(label=entry, parts=report.step.parts())
-        rows.append(
-            Row(
-                bar=bar,
-                bound=report.bounds.head_dim_aware,
-                facts={"report": report.as_json()},
-                shown={"MFU": f"{report.mfu:.1%}", "HBM": _gib(report.residence.peak)},
-            )
+        row = RankingRow(
+            bar=Bar(label=entry, parts=report.step.parts()),
+            bound=report.bounds.head_dim_aware,
+            facts={"MFU": f"{report.mfu:.1%}", "HBM": f"{report.residence.peak / GIB:.1f} GiB"},
         )
-    publish(reading, f"predicted seconds per step, {reading.config.topology}", rows)
+        entries.append(Ranked(row=row, json={"report": report.as_json()}))
+    entries.sort(key=lambda entry: entry.row.bar.total)
+    publish(parsed, f"predicted seconds per step, {parsed.config.topology}", entries)
 
 
 def entry_overrides(entry: str) -> tuple[str, ...]:
-    """The overrides that an entry such as `ulysses_ring_custom:2x2` stands for."""
+    """Returns the overrides of an entry such as `ulysses_ring_custom:2x2`."""
     found = re.fullmatch(r"(\w+)(?::(\d+)x(\d+))?", entry)
     if found is None:
-        rule = "an entry is a name, or name:UxR with the split of the context"
+        rule = "an entry is a name, or name:UxR with the context split into ulysses x ring"
         remedy = "Use for example ulysses_ring_custom:2x2"
         raise ProblemsFound([Problem(name="compare", value=entry, rule=rule, remedy=remedy)])
     name, ulysses, ring = found.groups()
@@ -72,66 +73,73 @@ def entry_overrides(entry: str) -> tuple[str, ...]:
     return (f"attention={name}", *split)
 
 
-def scan(reading: Reading) -> None:
-    """Estimates, without compiling, the best attention for every context of `scan_cp`."""
-    job = prepare(reading)
-    data = job.workshop.mesh.shape["data"]
-    rows = []
-    for context in reading.config.scan_cp:
-        topology = topology_of_size(job.topology.chip, data * context)
+def scan(parsed: ParsedConfig) -> None:
+    """Estimates the best attention for every context of `scan_cp`; compiles nothing."""
+    if parsed.config.report:
+        require_matplotlib()
+    job = plan_for_topology(parsed)
+    chip, data = job.topology.chip, job.planned.builder.mesh.shape["data"]
+    entries = []
+    for context in parsed.config.scan_cp:
+        topology = topology_of_size(chip, data * context)
         if topology is None:
-            say(
-                f"context {context}: no {job.topology.chip.name} slice has {data * context} devices"
-            )
+            logger.info(f"context {context}: no {chip.name} slice has {data * context} devices")
             continue
-        found = choices(task_of(job, topology), data=data, context=context)
+        task = task_of(job.planned, topology)
+        found = choices(task, data=data, context=context)
         if not found:
-            say(f"context {context}: every attention is refused")
+            logger.info(f"context {context}: every attention is refused")
             continue
-        say(f"context {context}, {explain(found)}")
-        rows.append(scan_row(job, topology, found[0]))
-    publish(reading, "estimated seconds per step", rows, ranked=False)
+        logger.info(f"context {context}, {explain(found)}")
+        entries.append(scan_entry(task, found[0]))
+    publish(parsed, "estimated seconds per step", entries)
 
 
-def task_of(job: Preflight, topology: Topology) -> Task:
-    """The attention of a job on another slice."""
-    workshop, shape = job.workshop, job.shape
-    transformer = workshop.spec.transformer
+def task_of(job: ResolvedJob, topology: Topology) -> Task:
+    """Returns the planner's task: the attention of a job on another slice."""
+    builder, shape = job.builder, job.shape
     return Task(
-        problem=workshop.attention(shape).self_attention.problem,
-        flops=forward_flops(
-            transformer,
-            tokens=shape.latent.tokens,
-            text_length=shape.text_length,
-            batch=shape.model_batch,
-        ),
-        layers=transformer.layers,
+        problem=job.attention.self_attention.problem,
+        flops=step_flops(job),
+        layers=builder.spec.transformer.layers,
         topology=topology,
         devices=describe_devices(topology),
-        options=workshop.settings.attention_options,
+        options=builder.settings.attention_options,
         text_length=shape.text_length,
     )
 
 
-def scan_row(job: Preflight, topology: Topology, best: Choice) -> Row:
-    """The row of one size of slice."""
-    task, parts = task_of(job, topology), best.estimate
-    head_dim = job.workshop.spec.transformer.head_dim
-    bounds = step_bounds(task.flops, topology.chip, topology.device_count, head_dim)
+def scan_entry(task: Task, best: Choice) -> Ranked:
+    """Returns the entry of one size of slice."""
+    topology, parts = task.topology, best.estimate
+    bounds = step_bounds(
+        task.flops,
+        topology.chip,
+        devices=topology.device_count,
+        head_dim=task.problem.head_dim,
+    )
     split = f"U{best.shape.ulysses} R{best.shape.ring}"
     mfu = bounds.mfu(task.flops.total, parts.total)
-    return Row(
+    row = RankingRow(
         bar=Bar(
             label=f"CP{best.shape.context} {topology.name}: {best.name} {split}",
             parts={
                 "attention kernels": parts.kernels,
                 "other work": parts.outside,
-                "exchange copies": parts.exchange_copies,
-                "exposed exchange": parts.exposed_exchange,
+                COPIES: parts.copies,
+                EXPOSED: parts.exposed_collectives,
             },
         ),
         bound=bounds.head_dim_aware,
         facts={
+            "devices": str(topology.device_count),
+            "device-seconds per step": f"{parts.total * topology.device_count:.1f}",
+            "MFU": f"{mfu:.1%}",
+        },
+    )
+    return Ranked(
+        row=row,
+        json={
             "context": best.shape.context,
             "topology": topology.name,
             "attention": best.name,
@@ -141,42 +149,32 @@ def scan_row(job: Preflight, topology: Topology, best: Choice) -> Row:
             "blocks": best.blocks,
             "mfu": mfu,
         },
-        shown={
-            "devices": str(topology.device_count),
-            "device-seconds per step": f"{parts.total * topology.device_count:.1f}",
-            "MFU": f"{mfu:.1%}",
-        },
     )
 
 
-def publish(reading: Reading, title: str, rows: Sequence[Row], *, ranked: bool = True) -> None:
-    """Prints the table and writes JSON, and a page with a picture, where `report` says."""
-    if ranked:
-        rows = sorted(rows, key=lambda row: row.bar.total)
-    say(title)
-    for row in rows:
+def publish(parsed: ParsedConfig, title: str, entries: Sequence[Ranked]) -> None:
+    """Shows the table; writes JSON, and next to it a page with a chart, if `report` is set."""
+    logger.info(title)
+    for entry in entries:
+        row = entry.row
         share = row.bound / row.bar.total
-        time = in_words(row.bar.total)
-        say(f"  {time:>10}  {share:5.1%} of the bound's speed  {row.bar.label}")
-    if not reading.config.report:
+        seconds = format_seconds(row.bar.total)
+        logger.info(f"  {seconds:>10}  {share:5.1%} of the bound's speed  {row.bar.label}")
+    if not parsed.config.report:
         return
-    path = Path(reading.config.report)
-    content = [
-        {
-            "label": row.bar.label,
-            "seconds_per_step": row.bar.total,
-            "bound_seconds_per_step": row.bound,
-            "seconds": dict(row.bar.parts),
-            **row.facts,
-        }
-        for row in rows
-    ]
-    path.write_text(json.dumps(content, indent=2) + "\n")
-    pictured = path.with_suffix(".html")
-    shown = [PageRow(bar=row.bar, bound=row.bound, facts=row.shown) for row in rows]
-    pictured.write_text(page(title, shown), encoding="utf-8")
-    say(f"wrote {path} and {pictured}")
+    path = Path(parsed.config.report)
+    path.write_text(json.dumps([_entry_json(entry) for entry in entries], indent=2) + "\n")
+    page = path.with_suffix(".html")
+    page.write_text(ranking_page(title, [entry.row for entry in entries]), encoding="utf-8")
+    logger.info(f"wrote {path} and {page}")
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB"
+def _entry_json(entry: Ranked) -> dict[str, Any]:
+    row = entry.row
+    return {
+        "label": row.bar.label,
+        "seconds_per_step": row.bar.total,
+        "bound_seconds_per_step": row.bound,
+        "seconds": dict(row.bar.parts),
+        **entry.json,
+    }

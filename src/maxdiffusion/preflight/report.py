@@ -1,25 +1,78 @@
-"""What a preflight found: for people as text, for scripts as JSON."""
+"""The report of a preflight, as text and as JSON, with the HBM of the whole run."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxdiffusion.preflight.collectives import Collective, bytes_by_axes
-from maxdiffusion.preflight.cycles import Cycles
-from maxdiffusion.preflight.flops import Bounds, ForwardFlops
-from maxdiffusion.preflight.kernels import KernelFigures
-from maxdiffusion.preflight.memory import Residence
-from maxdiffusion.preflight.programs import CompiledProgram
-from maxdiffusion.preflight.step_time import StepTime, in_words
-from maxdiffusion.preflight.topology import Topology
-from maxdiffusion.preflight.video_time import VideoTime
+import jax
+from flax import nnx
 
-GIB = 2**30
+from maxdiffusion.costs.chips import GIB, Topology
+from maxdiffusion.costs.flops import Bounds, ForwardFlops
+from maxdiffusion.costs.links import DeviceCollective, bytes_by_axes
+from maxdiffusion.costs.step_time import KernelFigures, StepTime, VideoTime, format_seconds, label
+from maxdiffusion.kernels.tpu import MIB
+from maxdiffusion.pipelines.programs import ProgramBuilder
+from maxdiffusion.preflight.compile import CompiledProgram
+from maxdiffusion.preflight.readers.cycles import Cycles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residence:
+    """Bytes on one device: weights by model, state kept between steps, and the peak of a run."""
+
+    weights: Mapping[str, int]
+    kept: int
+    peak: int
+    peak_program: str
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns all bytes by name."""
+        return {
+            "weights": dict(self.weights),
+            "kept_between_steps": self.kept,
+            "peak_bytes": self.peak,
+            "peak_program": self.peak_program,
+        }
+
+
+def residence(builder: ProgramBuilder, programs: Sequence[CompiledProgram]) -> Residence:
+    """Returns the HBM of a run that keeps all weights on the devices, as a pipeline does.
+
+    Arguments of programs are not added. They are weights, which count once, or results of other
+    programs (text keys and values of each expert, the sampler's state), which count once as `kept`.
+    """
+    models, mesh = builder.models, builder.mesh
+    transformer = state_bytes(models.transformer.on(mesh))
+    weights = {
+        **dict.fromkeys(builder.spec.experts, transformer),
+        "vae": state_bytes(models.vae.on(mesh)),
+        "text_encoder": state_bytes(models.text_encoder.on(mesh)),
+    }
+    results = {program.name: program.memory.outputs for program in programs}
+    kept = len(builder.spec.experts) * results.get("read_text", 0) + results.get("start", 0)
+    peaks = {
+        program.name: sum(weights.values()) + kept + program.memory.without_arguments
+        for program in programs
+    }
+    largest = max(peaks, key=lambda name: peaks[name])
+    return Residence(weights=weights, kept=kept, peak=peaks[largest], peak_program=largest)
+
+
+def state_bytes(state: nnx.State) -> int:
+    """Returns the bytes of sharded parameters on one device."""
+    leaves = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in leaves
+        if leaf.sharding is not None
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """All that is known of a job before it runs; every figure is of one device."""
+    """Everything that preflight finds out about a job; every figure is of one device."""
 
     topology: Topology
     mesh: Mapping[str, int]
@@ -28,7 +81,7 @@ class Report:
     residence: Residence
     kernels: Sequence[KernelFigures]
     cycles: Cycles
-    collectives: Sequence[Collective]
+    collectives: Sequence[DeviceCollective]
     flops: ForwardFlops
     bounds: Bounds
     step: StepTime
@@ -36,11 +89,11 @@ class Report:
 
     @property
     def mfu(self) -> float:
-        """The share of bfloat16 peak that the predicted step reaches."""
+        """Returns the MFU of the predicted step, of bfloat16 peak."""
         return self.bounds.mfu(self.flops.total, self.step.total)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, with the figures that scripts compare at the top."""
+        """Returns everything by name; the figures that scripts compare come first."""
         return {
             "predicted_seconds_per_step": self.step.total,
             "bound_seconds_per_step": self.bounds.head_dim_aware,
@@ -67,7 +120,7 @@ class Report:
         }
 
     def describe(self) -> str:
-        """The report for people."""
+        """Returns the report as text."""
         lines = [
             f"preflight for {self.topology.describe()}",
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in self.mesh.items()),
@@ -90,10 +143,13 @@ class Report:
         bounds, total = self.bounds, self.step.total
         parts = sorted(self.step.parts().items(), key=lambda item: -item[1])
         return [
-            f"predicted: {in_words(total)}/step",
-            *(f"  {in_words(time):>10} {time / total:6.1%}  {name}" for name, time in parts),
-            f"bound on {bounds.devices} devices: {in_words(bounds.spec)}/step at peak, "
-            f"{in_words(bounds.head_dim_aware)} with heads of this width on these MXUs",
+            f"predicted: {format_seconds(total)}/step",
+            *(
+                f"  {format_seconds(time):>10} {time / total:6.1%}  {label(name)}"
+                for name, time in parts
+            ),
+            f"bound on {bounds.devices} devices: {format_seconds(bounds.spec)}/step at peak, "
+            f"{format_seconds(bounds.head_dim_aware)} with heads of this width on these MXUs",
             f"MFU: {self.mfu:.1%} of {bounds.peak_flops / 1e12:.1f} TFLOP/s (bf16) a device",
         ]
 
@@ -106,7 +162,7 @@ class Report:
                 f"  {kernel.name} ({kernel.purpose}): main loop {kernel.main_loop_bundles:,} "
                 f"bundles, MXU bound {kernel.mxu_bound_bundles:,} ({kernel.mxu_share:.1%}); "
                 f"spills {kernel.spill_stores:,} out, {kernel.spill_loads:,} in; VMEM "
-                f"{kernel.vmem_bytes / 2**20:.1f} of {kernel.vmem_limit_bytes / 2**20:.0f} MiB"
+                f"{kernel.vmem_bytes / MIB:.1f} of {kernel.vmem_limit_bytes / MIB:.0f} MiB"
             )
         return lines
 
@@ -114,15 +170,15 @@ class Report:
         parts = sorted(self.cycles.per_layer.items(), key=lambda item: -item[1])
         return [
             f"cycles of a layer outside kernels (XLA's estimate): {self.cycles.layer:,}",
-            *(f"  {cycles:>12,}  {purpose.value}" for purpose, cycles in parts),
+            *(f"  {cycles:>12,}  {label(purpose.value)}" for purpose, cycles in parts),
         ]
 
     def _collective_lines(self) -> list[str]:
-        lines = ["exchanges (bytes that a device sends each time):"]
+        lines = ["collectives (bytes that a device sends each time):"]
         for one in self.collectives:
             lines.append(f"  x{one.times:<4} {one.sent / 1e6:9.2f} MB  {_collective_words(one)}")
         totals = ", ".join(
-            f"{axes} {size / 1e9:.2f} GB" for axes, size in bytes_by_axes(self.collectives)
+            f"{axes} {size / 1e9:.2f} GB" for axes, size in bytes_by_axes(self.collectives).items()
         )
         return [*lines, f"  sent by a device in a step: {totals or 'nothing'}"]
 
@@ -144,29 +200,30 @@ class Report:
         return lines
 
 
-def _collective_words(one: Collective) -> str:
+def _collective_words(one: DeviceCollective) -> str:
     where = " x ".join(one.axes) or "no axis"
-    if one.meanwhile is None or not (one.meanwhile.cycles or one.meanwhile.kernels):
-        how = "waited for"
+    overlap = one.overlap
+    if overlap is None or not (overlap.cycles or overlap.kernels):
+        how = "exposed"
     else:
-        kernels = ", ".join(one.meanwhile.kernels) or "no kernel"
-        how = f"under {one.meanwhile.cycles:,} cycles and {kernels}"
-    return f"{one.kind} over {where} of {one.group}, {how}"
+        kernels = ", ".join(overlap.kernels) or "no kernel"
+        how = f"under {overlap.cycles:,} cycles and {kernels}"
+    return f"{one.kind} over {where} of {one.group_size}, {how}"
 
 
-def _collective_json(one: Collective) -> dict[str, Any]:
-    meanwhile = one.meanwhile
+def _collective_json(one: DeviceCollective) -> dict[str, Any]:
+    overlap = one.overlap
     return {
         "name": one.name,
         "kind": one.kind,
         "axes": list(one.axes),
-        "group": one.group,
+        "group": one.group_size,
         "bytes": one.bytes,
         "bytes_sent": one.sent,
         "times": one.times,
         "asynchronous": one.asynchronous,
-        "cycles_between": meanwhile.cycles if meanwhile else 0,
-        "kernels_between": list(meanwhile.kernels) if meanwhile else [],
+        "cycles_between": overlap.cycles if overlap else 0,
+        "kernels_between": list(overlap.kernels) if overlap else [],
         "operation": one.operation,
     }
 

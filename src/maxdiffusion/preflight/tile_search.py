@@ -1,5 +1,9 @@
-"""A search over the tiles of every kernel of a job: what is tried, kept and applied."""
+"""Searches the best tiles (block sizes) of every kernel of a job.
 
+Tiles are timed on this machine, or ranked by machine code where there is no TPU.
+"""
+
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,24 +13,36 @@ from typing import Any
 import jax
 
 from maxdiffusion.attention import AttentionPlan
-from maxdiffusion.attention.tuned_blocks import place_of, searched_row
-from maxdiffusion.attention.tuned_sites import SEARCHED, TunedSite, row_at, write_tuned_sites
-from maxdiffusion.config.config import Config
-from maxdiffusion.pipelines.programs import ProgramShape, Workshop
-from maxdiffusion.preflight.compile_errors import is_refusal
-from maxdiffusion.preflight.heat_map import HeatMap, draw
-from maxdiffusion.preflight.kernel_clock import attention_seconds
-from maxdiffusion.preflight.kernels import kernel_plans
-from maxdiffusion.preflight.step_time import in_words
-from maxdiffusion.preflight.tile_candidates import candidates, kernel_name
-from maxdiffusion.preflight.tile_table import Tried, ranked, read_table, write_table
-from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
+from maxdiffusion.attention.options import TunedBlocks, find_row, write_tuned_blocks
+from maxdiffusion.config import Config
+from maxdiffusion.config.load import ParsedConfig
+from maxdiffusion.costs.chips import Topology, read_topology
+from maxdiffusion.costs.step_time import format_seconds, kernel_calls, kernel_plans
+from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.generation.job import ResolvedJob
+from maxdiffusion.kernels.tpu import SEARCHED, BlockSizes
+from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
+from maxdiffusion.preflight.command import plan_on
+from maxdiffusion.preflight.compile import explain, is_refusal
+from maxdiffusion.preflight.devices import describe_devices
+from maxdiffusion.preflight.kernels import measure_kernel
+from maxdiffusion.preflight.plots import HeatMap, require_matplotlib
+from maxdiffusion.preflight.tiles import (
+    Tried,
+    attention_seconds,
+    candidates,
+    ranked,
+    read_table,
+    write_table,
+)
 from maxdiffusion.runtime.progress import steps_bar
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a tile costs: seconds of one attention; the rest only where machine code was read."""
+    """Seconds of one attention with a tile; the rest is known only from machine code."""
 
     seconds: float
     mxu_share: float = 0.0
@@ -35,7 +51,7 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Meter:
-    """A way to measure plans: `how` says which, `place` also where and with what software."""
+    """A way to measure plans: `how` describes it, `place` adds the device and the software."""
 
     how: str
     place: str
@@ -44,16 +60,16 @@ class Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A kernel whose tiles are searched: its plan now, and its plan with other sizes."""
+    """A kernel whose tiles are searched: its current plan, and its plan with other sizes."""
 
     purpose: str
     plan: AttentionPlan
     planned: Callable[[Mapping[str, int]], AttentionPlan]
 
 
-def subjects(workshop: Workshop, shape: ProgramShape) -> list[Subject]:
-    """Every Pallas kernel of a job: over tokens and, where a kernel runs there, over text."""
-    plan_makers: dict[str, Callable[[Workshop], AttentionPlan]] = {
+def subjects(builder: ProgramBuilder, shape: ProgramShape) -> list[Subject]:
+    """Returns every Pallas kernel of a job: self-attention and, if it has one, cross-attention."""
+    plan_makers: dict[str, Callable[[ProgramBuilder], AttentionPlan]] = {
         "self-attention": lambda changed: changed.self_attention(shape),
         "cross-attention": lambda changed: changed.cross_attention(shape),
     }
@@ -61,35 +77,38 @@ def subjects(workshop: Workshop, shape: ProgramShape) -> list[Subject]:
         Subject(
             purpose=purpose,
             plan=plan,
-            planned=partial(_planned, workshop, plan_makers[purpose]),
+            planned=partial(_planned, builder, plan_makers[purpose]),
         )
-        for purpose, plan in kernel_plans(workshop.attention(shape)).items()
+        for purpose, plan in kernel_plans(builder.attention(shape)).items()
     ]
 
 
 def _planned(
-    workshop: Workshop, make: Callable[[Workshop], AttentionPlan], sizes: Mapping[str, int]
+    builder: ProgramBuilder,
+    make: Callable[[ProgramBuilder], AttentionPlan],
+    sizes: Mapping[str, int],
 ) -> AttentionPlan:
-    return make(with_sizes(workshop, sizes))
+    return make(with_sizes(builder, sizes))
 
 
-def with_sizes(workshop: Workshop, sizes: Mapping[str, int]) -> Workshop:
-    """The workshop with these tiles in all kernels."""
-    options = workshop.settings.attention_options
-    given = {**dict.fromkeys(SEARCHED), **sizes}  # a size left out is not the one given before
-    changed = replace(options, block_sizes=options.block_sizes.changed(given))
-    return replace(workshop, settings=replace(workshop.settings, attention_options=changed))
+def with_sizes(builder: ProgramBuilder, sizes: Mapping[str, int]) -> ProgramBuilder:
+    """Returns the builder with this tile in all kernels."""
+    options = builder.settings.attention_options
+    # A size that is left out gets its default back.
+    given = {**dict.fromkeys(SEARCHED, 0), **sizes}
+    changed = replace(options, block_sizes=options.block_sizes.updated(given))
+    return replace(builder, settings=replace(builder.settings, attention_options=changed))
 
 
-def with_tuned(workshop: Workshop, rows: Sequence[TunedSite]) -> Workshop:
-    """The workshop with rows of a search beside those that it has."""
-    options = workshop.settings.attention_options
-    changed = replace(options, tuned_sites=(*options.tuned_sites, *rows))
-    return replace(workshop, settings=replace(workshop.settings, attention_options=changed))
+def with_tuned(builder: ProgramBuilder, rows: Sequence[TunedBlocks]) -> ProgramBuilder:
+    """Returns the builder with further rows of a search."""
+    options = builder.settings.attention_options
+    changed = replace(options, tuned_blocks=(*options.tuned_blocks, *rows))
+    return replace(builder, settings=replace(builder.settings, attention_options=changed))
 
 
 def clock_meter(device: jax.Device, runs: int) -> Meter:
-    """Measures by running kernels on a device that is there."""
+    """Returns the meter that times kernels on a device of this machine."""
     interpreted = " (interpreted)" if device.platform == "cpu" else ""
     return Meter(
         how=f"timed on {device.device_kind}{interpreted}",
@@ -100,15 +119,16 @@ def clock_meter(device: jax.Device, runs: int) -> Meter:
 
 @dataclass(frozen=True, kw_only=True)
 class Search:
-    """One search: how tiles are measured, how many are tried, and the table that is kept."""
+    """A search: the meter, the number of tiles to try (`mode`), and the table of results."""
 
     meter: Meter
     mode: str
     table: Path | None
-    say: Callable[[str], None]
 
-    def run(self, found: Sequence[Subject]) -> list[TunedSite]:
-        """The winner of every subject; a table on disk is taken up again."""
+    def run(self, found: Sequence[Subject]) -> list[TunedBlocks]:
+        """Returns the best tile of every subject; reuses the rows of an existing table."""
+        if self.table is not None:
+            require_matplotlib()
         known = {} if self.table is None else {r.candidate: r for r in read_table(self.table)}
         winners = []
         for subject in found:
@@ -125,14 +145,14 @@ class Search:
                 tried = known[row.candidate] if again else self._tried(subject, row)
                 known[row.candidate] = tried
                 rows.append(tried)
-                self.say(f"[{number}/{len(blank)}] {subject.purpose}, {_words(tried)}")
+                logger.info(f"[{number}/{len(blank)}] {subject.purpose}, {_words(tried)}")
                 if self.table is not None and not again:
                     write_table(self.table, list(known.values()))
                 advance()
         return rows
 
     def _blank(self, subject: Subject, sizes: Mapping[str, int]) -> Tried:
-        site = subject.plan.kernel.site.sizes
+        site = subject.plan.local
         tile: dict[str, Any] = {name: sizes.get(name, 0) for name in SEARCHED}
         return Tried(
             purpose=subject.purpose,
@@ -161,19 +181,20 @@ class Search:
             vmem_bytes=measured.vmem_bytes,
         )
 
-    def _winner(self, subject: Subject, rows: Sequence[Tried]) -> TunedSite:
+    def _winner(self, subject: Subject, rows: Sequence[Tried]) -> TunedBlocks:
         able = ranked(rows)
         if not able:
-            raise RunFailed(f"no tile of {subject.purpose} could run; the reasons stand above")
-        self.say(f"{subject.purpose}, one attention on one device, {self.meter.how}:")
+            raise RunFailed(f"no tile of {subject.purpose} could run; the reasons are listed above")
+        logger.info(f"{subject.purpose}, one attention on one device, {self.meter.how}:")
         for row in able:
-            self.say(f"  {_words(row)}")
-        self.say(f"best: {' '.join(able[0].overrides)}")
+            logger.info(f"  {_words(row)}")
+        logger.info(f"best: {' '.join(able[0].overrides)}")
         self._draw(subject, rows)
-        kernel = subject.plan.kernel
-        return TunedSite(
-            place=place_of(kernel.site, kernel_name(kernel)),
-            sizes=tuple(able[0].sizes.items()),
+        kernel = subject.plan.backend
+        return TunedBlocks(
+            kernel=kernel.search_name,
+            problem=kernel.problem.tuning_key(),
+            blocks=BlockSizes.from_mapping(able[0].sizes),
             seconds=able[0].seconds,
             how=self.meter.how,
         )
@@ -182,10 +203,10 @@ class Search:
         if self.table is None:
             return
         picture = self.table.with_name(f"{self.table.stem}_{subject.purpose}.png")
-        sizes = subject.plan.kernel.site.sizes
+        sizes = subject.plan.local
         title = f"{subject.plan.name}, {subject.purpose}: {sizes.q_len:,} x {sizes.kv_len:,}"
-        draw(HeatMap.of(title, self.meter.how, rows), picture)
-        self.say(f"wrote {self.table} and {picture}")
+        HeatMap.of(title, self.meter.how, rows).draw(picture)
+        logger.info(f"wrote {self.table} and {picture}")
 
 
 def _words(row: Tried) -> str:
@@ -195,67 +216,111 @@ def _words(row: Tried) -> str:
     if row.heads_per_tile > 1:
         tile += f", heads_per_tile {row.heads_per_tile}"
     share = f", {row.mxu_share:.1%} of the MXU bound" if row.mxu_share else ""
-    return f"{tile}: {row.refusal or in_words(row.seconds) + share}"
+    return f"{tile}: {row.refusal or format_seconds(row.seconds) + share}"
 
 
-def keep_winners(config: Config, rows: Sequence[TunedSite], say: Callable[[str], None]) -> None:
-    """Writes what won to `tuned_blocks_file`, or says how to keep it."""
+def keep_winners(config: Config, rows: Sequence[TunedBlocks]) -> None:
+    """Writes the best tiles to `tuned_blocks_file`, or explains how to keep them."""
     if not config.tuned_blocks_file:
-        say("set tuned_blocks_file=FILE.json to keep the best tiles for later runs")
+        logger.info("set tuned_blocks_file=FILE.json to keep the best tiles for later runs")
         return
     path = Path(config.tuned_blocks_file)
-    write_tuned_sites(path, rows)
-    say(f"wrote {path}, which runs with tuned_blocks_file={path} read")
+    write_tuned_blocks(path, rows)
+    logger.info(f"wrote {path}; use it with tuned_blocks_file={path}")
 
 
 def search_before_run(
-    workshop: Workshop, config: Config, shape: ProgramShape, say: Callable[[str], None] = print
-) -> Workshop:
-    """The workshop with the best tiles for all of its kernels, if `enable_tile_search` asks so.
+    builder: ProgramBuilder, config: Config, shape: ProgramShape
+) -> ProgramBuilder:
+    """Returns the builder with the best tiles for its kernels, if `enable_tile_search` is set.
 
-    What `tuned_blocks_file` has already is not searched again.
+    Kernels whose tiles `tuned_blocks_file` has are not searched.
     """
     if not config.enable_tile_search:
-        return workshop
+        return builder
     if jax.process_count() > 1:
-        rule = "hosts that time tiles apart may end with different programs"
+        rule = "hosts that time tiles separately may end up with different programs"
         remedy = "Run tune_attention on one host, and set tuned_blocks_file in the job"
         problem = Problem(name="enable_tile_search", value=True, rule=rule, remedy=remedy)
         raise ProblemsFound([problem])
-    known = workshop.settings.attention_options.tuned_sites
+    known = builder.settings.attention_options.tuned_blocks
     found = [
         subject
-        for subject in subjects(workshop, shape)
-        if row_at(known, place_of(subject.plan.kernel.site, kernel_name(subject.plan.kernel)))
-        is None
+        for subject in subjects(builder, shape)
+        if find_row(known, subject.plan.backend.search_name, subject.plan.local) is None
     ]
     if not found:
-        say("enable_tile_search: no kernel without known tiles runs here, nothing is searched")
-        return workshop
+        logger.info("enable_tile_search: all kernels have known tiles, nothing to search")
+        return builder
     search = Search(
-        meter=clock_meter(workshop.mesh.devices.flat[0], config.tile_search_iters),
+        meter=clock_meter(builder.mesh.devices.flat[0], config.tile_search_iters),
         mode=config.tile_search_mode,
         table=table_of(config),
-        say=say,
     )
     winners = search.run(found)
-    keep_winners(config, winners, say)
-    return with_tuned(workshop, winners)
-
-
-def tile_notes(workshop: Workshop, shape: ProgramShape) -> tuple[str, ...]:
-    """What a start-up plan says of tiles that are from a search."""
-    notes = []
-    for purpose, plan in kernel_plans(workshop.attention(shape)).items():
-        row = searched_row(plan.kernel.site, kernel_name(plan.kernel))
-        if row is not None:
-            tile = ", ".join(f"{name} {size}" for name, size in row.sizes)
-            notes.append(f"tiles of {purpose} from a search, {row.how}: {tile}")
-    return tuple(notes)
+    keep_winners(config, winners)
+    return with_tuned(builder, winners)
 
 
 def table_of(config: Config) -> Path | None:
-    """The CSV file of a search: in `tile_search_out`, else what `report` names if it is a table."""
+    """Returns the CSV file of a search: in `tile_search_out`, or `report` if it ends in .csv."""
     if config.tile_search_out:
         return Path(config.tile_search_out) / "tiles.csv"
     return Path(config.report) if config.report.endswith(".csv") else None
+
+
+def tune_here(parsed: ParsedConfig) -> None:
+    """Times the tiles of a job on the devices of this machine."""
+    job = plan_on(searching(parsed), jax.devices())
+    search(job, clock_meter(jax.local_devices()[0], job.config.tile_search_iters))
+
+
+def tune_for_topology(parsed: ParsedConfig, dump: Path) -> None:
+    """Ranks the tiles of a job by machine code, which libtpu dumps into `dump`."""
+    topology = read_topology(parsed.config.topology)
+    job = plan_on(searching(parsed), describe_devices(topology))
+    search(job, machine_code_meter(topology, dump))
+
+
+def searching(parsed: ParsedConfig) -> ParsedConfig:
+    """Returns the config with its search on, so that `tuned_blocks_file` need not exist yet."""
+    return replace(parsed, config=replace(parsed.config, enable_tile_search=True))
+
+
+def search(job: ResolvedJob, meter: Meter) -> None:
+    """Searches the tiles of every kernel of a job, and shows and keeps the best."""
+    found = subjects(job.builder, job.shape)
+    if not found:
+        rule = "has no Pallas kernel for these sizes, so there are no tiles to choose"
+        remedy = "Use an attention with a kernel of ours, such as ulysses_custom"
+        name = job.choices.attention
+        raise ProblemsFound([Problem(name="attention", value=name, rule=rule, remedy=remedy)])
+    mode, table = job.config.tile_search_mode, table_of(job.config)
+    winners = Search(meter=meter, mode=mode, table=table).run(found)
+    keep_winners(job.config, winners)
+
+
+def machine_code_meter(topology: Topology, dump: Path) -> Meter:
+    """Returns the meter that compiles kernels for a topology and counts their bundles."""
+    chip = topology.chip
+
+    def measure(purpose: str, plan: AttentionPlan) -> Measured:
+        try:
+            found = list(measure_kernel(plan, purpose=purpose, chip=chip, dump=dump))
+        except Exception as error:
+            if not is_refusal(error):
+                raise
+            raise ProblemsFound([explain(purpose, str(error), chip)]) from error
+        calls = kernel_calls(plan)
+        slowest = max(found, key=calls.cycles)
+        return Measured(
+            seconds=chip.seconds(calls.cycles(slowest)),
+            mxu_share=slowest.mxu_share,
+            vmem_bytes=slowest.vmem_bytes,
+        )
+
+    return Meter(
+        how=f"by machine code for {topology.name}",
+        place=f"{topology.name}, compiled by jax {jax.__version__}",
+        measure=measure,
+    )

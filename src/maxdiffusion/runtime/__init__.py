@@ -1,1 +1,1 @@
-"""What every room may lean on: problems told to people, progress, timing, video files."""
+"""Files, videos, logging, timing, profiling and TPU flags."""

@@ -1,7 +1,7 @@
-"""Profiles of a few steps: one xprof trace per process, each in a folder of its own.
+"""Traces a few steps of a run with xprof, one folder per process.
 
-A process profiles itself and waits for nobody, so a profile cannot hold up a job. xprof, and
-`python -m maxdiffusion.read_profile`, read the folders.
+A process traces only itself and does not wait for others, so a profile cannot block a job. xprof
+and `python -m maxdiffusion.read_profile` read the folders.
 """
 
 import contextlib
@@ -10,19 +10,21 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 import jax
 from etils import epath
 
-from maxdiffusion.runtime.places import copy_folder, is_remote, place
+from maxdiffusion.runtime.files import as_path, copy_folder, is_object_store
 
 Item = TypeVar("Item")
+# The named scope of all collectives between devices; traces count its time as waiting.
+COLLECTIVE_SCOPE = "collective"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfilePlan:
-    """Where profiles go, how many steps come before them, and how many are in them."""
+    """The folder of a profile, the steps to skip before it, and the steps in it."""
 
     folder: str
     skip: int
@@ -35,22 +37,23 @@ class ProfilePlan:
 
     @property
     def own_folder(self) -> str:
-        """The folder of this process."""
+        """Returns the folder of this process."""
         return str(epath.Path(self.folder) / host_folder(jax.process_index()))
 
     def describe(self) -> str:
-        """One line for the start-up plan."""
+        """Returns a line for the start-up plan."""
         first, last = self.skip + 1, self.skip + self.steps
         return f"profile: steps {first} to {last}, to {self.folder}/{host_folder('N')} per process"
 
 
 def host_folder(process: int | str) -> str:
-    """The name of the folder that a process writes to."""
+    """Returns the name of the folder of a process."""
     return f"host_{process}"
 
 
+@final
 class Profiler:
-    """Counts the steps of a run, and traces those that its plan asks for; none without a plan."""
+    """Counts the steps of a run and traces those of its plan, if it has one."""
 
     def __init__(self, plan: ProfilePlan | None):
         self._plan = plan
@@ -59,7 +62,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Around one step, which must wait for its own device work."""
+        """Counts its block as one step. The block must wait for its device work."""
         plan = self._plan
         if plan is not None and self._done == plan.skip:
             self._tracing = Trace(plan.own_folder)
@@ -73,9 +76,9 @@ class Profiler:
             self.close()
 
     def watch(self, steps: Iterable[Item]) -> Iterator[Item]:
-        """The items of a loop, each of which is a step; a trace ends with the loop, if not before.
+        """Yields the items of a loop and counts each as a step. A trace ends with the loop.
 
-        What comes after the loop (decoding, writing) is not in it.
+        Work after the loop, such as decoding and writing, is not in the trace.
         """
         iterator, end = iter(steps), object()
         with contextlib.closing(self):
@@ -83,32 +86,33 @@ class Profiler:
                 with self.step():
                     item = next(iterator, end)
                 if item is end:
-                    self._done -= 1  # that was no step
+                    self._done -= 1  # the end of the loop is not a step
                     return
                 yield item  # type: ignore[misc]
 
     def close(self) -> None:
-        """Ends a trace that is still running, and writes it."""
+        """Ends and writes a trace that is still running."""
         if self._tracing is not None:
             trace, self._tracing = self._tracing, None
             trace.write()
 
 
+@final
 class Trace:
     """A running trace of this process."""
 
     def __init__(self, folder: str):
         self._folder = folder
-        self._remote = is_remote(folder)
-        # The profiler writes files of this machine only.
+        self._remote = is_object_store(folder)
+        # The profiler of jax writes only to a local disk.
         self._local = tempfile.mkdtemp(prefix="profile_") if self._remote else folder
         options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0  # frames of Python swell a trace and slow what it measures
+        options.python_tracer_level = 0  # Python frames make traces large and steps slow
         jax.profiler.start_trace(self._local, profiler_options=options)
 
     def write(self) -> None:
         """Ends the trace and writes it to its folder."""
         jax.profiler.stop_trace()
         if self._remote:
-            copy_folder(Path(self._local), place(self._folder))
+            copy_folder(Path(self._local), as_path(self._folder))
             shutil.rmtree(self._local)

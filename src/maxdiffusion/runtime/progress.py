@@ -1,14 +1,99 @@
-"""Progress bars on the first process, where somebody looks: on a terminal, and nowhere else."""
+"""Reports the progress of a run: log messages, progress bars and the stage for the watchdog.
+
+Messages and bars are shown by the first process only, bars only on a terminal. The stage of every
+process is published by the watchdog, which compares it with the others.
+"""
 
 import contextlib
+import logging
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
-from typing import TextIO
+from dataclasses import dataclass
+from typing import TextIO, final
 
-import jax
 from tqdm import tqdm
 
-from maxdiffusion.runtime.marks import MARKS
+LOGGER = "maxdiffusion"
+
+
+def configure_logging(*, first_process: bool = True) -> None:
+    """Writes messages of this package to stdout and warnings to stderr, as plain text.
+
+    Only the first process of a job writes messages; every process writes warnings and errors.
+    A later call replaces the handler of an earlier one: the commands call this at their start, and
+    again once a process knows its index. The caller gives the index because asking jax for it
+    starts the devices.
+    """
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.INFO)
+    # Libraries such as orbax put handlers of their own on the root logger.
+    logger.propagate = False
+    for handler in [*logger.handlers]:
+        if isinstance(handler, _Console):
+            logger.removeHandler(handler)
+    logger.addHandler(_Console(first_process=first_process))
+
+
+class _Console(logging.Handler):
+    """Writes to the streams that `sys` has at the time of the message: tests replace them."""
+
+    def __init__(self, *, first_process: bool):
+        super().__init__()
+        self.addFilter(lambda record: first_process or record.levelno >= logging.WARNING)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        try:
+            print(self.format(record), file=stream, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+# Stages, compared by the watchdog
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressSnapshot:
+    """The stage that a process has reached, and the seconds since its last sign of progress."""
+
+    number: int
+    stage: str
+    quiet_seconds: float
+
+
+@final
+class Progress:
+    """Counts the stages of a run. All processes pass the same stages in the same order."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._number, self._stage, self._last_sign = 0, "start", time.monotonic()
+
+    def checkpoint(self, stage: str) -> None:
+        """Starts the next stage. Call it before work that needs all processes."""
+        with self._lock:
+            self._number, self._stage = self._number + 1, stage
+            self._last_sign = time.monotonic()
+
+    def heartbeat(self) -> None:
+        """Notes that a long stage makes progress."""
+        with self._lock:
+            self._last_sign = time.monotonic()
+
+    def snapshot(self) -> ProgressSnapshot:
+        """Returns the current stage."""
+        with self._lock:
+            quiet = time.monotonic() - self._last_sign
+            return ProgressSnapshot(number=self._number, stage=self._stage, quiet_seconds=quiet)
+
+
+# A process has one run; its workers and its watchdog thread share this object.
+PROGRESS = Progress()
+
+
+# Progress bars
 
 Advance = Callable[[], None]
 Report = Callable[[int, int], None]
@@ -19,8 +104,10 @@ _STEPS = (
 _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
-def watched(stream: TextIO) -> bool:
-    """Whether progress is worth drawing: a terminal of the first process."""
+def draws_bars(stream: TextIO) -> bool:
+    """Returns whether bars are drawn: only on a terminal of the first process."""
+    import jax  # slow, and a command that only checks its config draws no bars
+
     return stream.isatty() and jax.process_index() == 0
 
 
@@ -28,7 +115,7 @@ def watched(stream: TextIO) -> bool:
 def steps_bar(
     description: str, total: int, *, unit: str = "step", stream: TextIO | None = None
 ) -> Iterator[Advance]:
-    """A bar of `total` steps with seconds per step and time left; call what it gives after each."""
+    """Draws a bar of `total` steps. Yields a function to call after each step."""
     stream = sys.stderr if stream is None else stream
     with tqdm(
         desc=description,
@@ -36,8 +123,8 @@ def steps_bar(
         unit=unit,
         file=stream,
         bar_format=_STEPS,
-        disable=not watched(stream),
-        smoothing=0,  # the mean over all steps; the first one is not slower, it is compiled before
+        disable=not draws_bars(stream),
+        smoothing=0,  # the mean over all steps: none is slower, since all are compiled before
     ) as bar:
         yield lambda: _advance(bar)
 
@@ -48,7 +135,7 @@ def _advance(bar: tqdm) -> None:
 
 @contextlib.contextmanager
 def bytes_bar(description: str, *, stream: TextIO | None = None) -> Iterator[Report]:
-    """A bar of bytes with speed and time left; call what it gives with bytes done and in all."""
+    """Draws a bar of bytes. Yields a function to call with the bytes done and the total."""
     stream = sys.stderr if stream is None else stream
     with tqdm(
         desc=description,
@@ -56,20 +143,21 @@ def bytes_bar(description: str, *, stream: TextIO | None = None) -> Iterator[Rep
         unit_scale=True,
         file=stream,
         bar_format=_BYTES,
-        disable=not watched(stream),
+        disable=not draws_bars(stream),
     ) as bar:
         yield _Bytes(bar)
 
 
+@final
 class _Bytes:
-    """Moves a bar, and tells the watch of every byte that came."""
+    """Moves a bar. Bytes that arrive are also a sign of progress for the watchdog."""
 
     def __init__(self, bar: tqdm):
         self._bar, self._done = bar, 0
 
     def __call__(self, done: int, total: int) -> None:
         if done != self._done:
-            MARKS.stir()
+            PROGRESS.heartbeat()
             self._done = done
         self._bar.total = total
         self._bar.update(done - self._bar.n)

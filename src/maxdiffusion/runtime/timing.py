@@ -1,24 +1,24 @@
-"""Where the time of a run went: stages that wait for their own device work, and single steps."""
+"""Measures a run: seconds of each stage, of each denoising step, and of each host."""
 
 import contextlib
 import enum
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, final
 
 import jax
 
-from maxdiffusion.runtime.atomic import replacing
+from maxdiffusion.runtime.files import replacing
 from maxdiffusion.runtime.profiling import Profiler
 
 Values = TypeVar("Values")
 
 
 class Stage(enum.Enum):
-    """A part of a run: its name in JSON, and its label in the summary."""
+    """A part of a run, with its name in JSON and its label in the summary."""
 
     LOAD = "load", "Load (checkpoint)"
     COMPILE = "compile", "Compile"
@@ -35,17 +35,18 @@ class Stage(enum.Enum):
         self.label = label
 
 
-# The form of the public block, which people's scripts read: the numbers end in column 30.
+# The stages that do not contain each other; together they are the whole run.
+DISJOINT_STAGES = (Stage.LOAD, Stage.COMPILE, Stage.INFERENCE)
+# The layout of the public TIMING SUMMARY, which scripts parse: numbers end in column 30.
 _TITLE = "TIMING SUMMARY"
 _FRAME = "=" * 50
 _RULE = "  " + "─" * 40
 _NUMBERS_END = 30
-_BEFORE_RULE = (Stage.LOAD, Stage.COMPILE, Stage.INFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """One denoising step: which, at what timestep, by which expert, and how long it took."""
+    """The duration of one denoising step, with its timestep and expert."""
 
     index: int
     timestep: float
@@ -53,18 +54,20 @@ class StepTime:
     seconds: float
 
 
+@final
 class Clock:
-    """What a running stage hands out, to wait for the work that was started in it."""
+    """Waits for device work inside a running stage."""
 
     def ready(self, values: Values) -> Values:
-        """`values`, once the devices have computed them."""
+        """Returns `values` when the devices have computed them."""
         return jax.block_until_ready(values)
 
 
+@final
 class Timings:
-    """Collects seconds per stage and per step; a stage that runs again adds up.
+    """Collects seconds per stage and per step. Repeated runs of a stage are added up.
 
-    The steps that it sees pass are those that a profiler traces.
+    The profiler, if there is one, traces the steps that pass through `watch`.
     """
 
     def __init__(self, profiler: Profiler | None = None) -> None:
@@ -74,9 +77,9 @@ class Timings:
 
     @contextlib.contextmanager
     def stage(self, stage: Stage) -> Iterator[Clock]:
-        """Times what runs inside; stages may be nested, and the outer one includes the inner.
+        """Times its block. An outer stage includes its inner ones.
 
-        Device work counts only when it is waited for: pass what the stage makes through `ready`.
+        jax returns before the devices finish: pass results through `Clock.ready` to include them.
         """
         started = time.perf_counter()
         try:
@@ -85,30 +88,30 @@ class Timings:
             self._seconds[stage] += time.perf_counter() - started
 
     def add_step(self, step: StepTime) -> None:
-        """Keeps the time of one step."""
+        """Adds the time of one step."""
         self._steps.append(step)
 
     def watch(self, steps: Iterable[tuple[Values, StepTime]]) -> Iterator[tuple[Values, StepTime]]:
-        """The steps of a loop, as they come; keeps their times, and has them profiled."""
+        """Yields the steps of a loop, records their times and lets the profiler trace them."""
         for values, step in self._profiler.watch(steps):
             self.add_step(step)
             yield values, step
 
     def seconds(self, stage: Stage) -> float:
-        """How long a stage took so far; 0 if it did not run."""
+        """Returns the seconds of a stage so far."""
         return self._seconds[stage]
 
     @property
     def steps(self) -> tuple[StepTime, ...]:
-        """The steps so far."""
+        """Returns the steps so far."""
         return tuple(self._steps)
 
     def summary(self) -> str:
-        """The block of all stages, in the form of the public TIMING SUMMARY."""
+        """Returns the block of all stages in the layout of the public TIMING SUMMARY."""
         lines = [_FRAME, f"  {_TITLE}", _FRAME]
-        lines += [self._line(stage) for stage in _BEFORE_RULE]
+        lines += [self._line(stage) for stage in DISJOINT_STAGES]
         lines.append(_RULE)
-        lines += [self._line(stage) for stage in Stage if stage not in _BEFORE_RULE]
+        lines += [self._line(stage) for stage in Stage if stage not in DISJOINT_STAGES]
         return "\n".join([*lines, _FRAME])
 
     def _line(self, stage: Stage) -> str:
@@ -116,7 +119,7 @@ class Timings:
         return f"{label}{self._seconds[stage]:>{_NUMBERS_END - len(label)}.1f}s"
 
     def as_json(self, details: Mapping[str, object] | None = None) -> dict[str, object]:
-        """Seconds of every stage, every step, and `details` of the run, ready for json.dump."""
+        """Returns the seconds of every stage and step, and `details` of the run."""
         return {
             "seconds": {stage.key: seconds for stage, seconds in self._seconds.items()},
             "steps": [asdict(step) for step in self._steps],
@@ -128,3 +131,49 @@ class Timings:
         text = json.dumps(self.as_json(details), indent=2, ensure_ascii=False)
         with replacing(path) as unfinished:
             unfinished.write_text(text + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostTimes:
+    """Seconds of every stage on one process, by the stage's name in JSON."""
+
+    process: int
+    host: str
+    seconds: dict[str, float]
+
+    @classmethod
+    def of(cls, timings: Timings, *, process: int, host: str) -> "HostTimes":
+        """Returns the times of this process."""
+        seconds = {stage.key: timings.seconds(stage) for stage in Stage}
+        return cls(process=process, host=host, seconds=seconds)
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole run."""
+        return sum(self.seconds[stage.key] for stage in DISJOINT_STAGES)
+
+
+def slowest(hosts: Sequence[HostTimes]) -> HostTimes:
+    """Returns the process that took longest; the first of several."""
+    return max(hosts, key=lambda host: host.total)
+
+
+def describe_hosts(hosts: Sequence[HostTimes]) -> str:
+    """Names the slowest process and the stage in which it lost most against the quickest.
+
+    Devices synchronise in every step, so a slow host shows mostly where hosts work alone.
+    """
+    last = slowest(hosts)
+    line = f"  Slowest host: {last.process} ({last.host}), {last.total:.1f}s"
+    if len(hosts) == 1:
+        return line
+    behind = {
+        stage: last.seconds[stage.key] - min(host.seconds[stage.key] for host in hosts)
+        for stage in DISJOINT_STAGES
+    }
+    worst = max(behind, key=lambda stage: behind[stage])
+    quickest = min(host.total for host in hosts)
+    return (
+        f"{line} (quickest of {len(hosts)}: {quickest:.1f}s; "
+        f"{behind[worst]:.1f}s behind in {worst.label})"
+    )

@@ -1,40 +1,46 @@
-"""The flags of the TPU compiler that decide what runs beside what, for each chip, in one place.
+"""Sets the flags of the TPU compiler: overlap of collectives with compute, and VMEM limits.
 
-libtpu reads them from LIBTPU_INIT_ARGS when it starts, and ends the process at a flag that it does
-not know; `apply_flags` comes before jax is used. This file does not import jax.
+libtpu reads LIBTPU_INIT_ARGS when it starts, and ends the process at a flag that it does not know
+or does not support on the chip. `apply_flags` must therefore run before jax starts its devices.
+This module does not import jax.
 """
 
 import os
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 KEY = "libtpu_init_args"
 AUTO, NONE = "auto", "none"
 PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"
-# What a chip calls itself on the PCI bus, and what Cloud calls slices of it.
+# Device ids on the PCI bus, and the names of slices on Cloud TPU.
 _PCI_NAMES = {"0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e", "0x0076": "tpu7x"}
 _SLICE_NAMES = {"tpu7x": "tpu7x", "v6e": "v6e", "v5p": "v5p", "v5litepod": "v5e", "v5e": "v5e"}
 _FLAG = re.compile(r"--([A-Za-z]\w*)(?:=(\S*))?")
+ALL_CHIPS = frozenset({"tpu7x", "v6e", "v5p", "v5e"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One flag and what it is good for."""
+    """One compiler flag, its purpose, and the chips on which it is known to work."""
 
     name: str
     value: str
     why: str
+    chips: frozenset[str] = ALL_CHIPS
 
     def __post_init__(self) -> None:
+        unknown = self.chips - ALL_CHIPS
+        if unknown:
+            raise ValueError(f"flag {self.name}: unknown chips {', '.join(sorted(unknown))}")
         if not _FLAG.fullmatch(str(self)):
-            raise ValueError(f"flag {self}: must read like --name=value, without spaces")
+            raise ValueError(f"flag {self}: must be of the form --name=value, without spaces")
 
     def __str__(self) -> str:
         return f"--{self.name}={self.value}"
@@ -42,7 +48,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """The flags for one kind of chip."""
+    """The flags for one kind of chip, each of them known to work on it."""
 
     chip: str
     flags: tuple[Flag, ...]
@@ -50,76 +56,105 @@ class Preset:
     def __post_init__(self) -> None:
         names = [flag.name for flag in self.flags]
         if len({*names}) != len(names):
-            raise ValueError(f"preset {self.chip}: a flag stands twice in {', '.join(names)}")
+            raise ValueError(f"preset {self.chip}: duplicate flag in {', '.join(names)}")
+        unsafe = [flag.name for flag in self.flags if self.chip not in flag.chips]
+        if unsafe:
+            raise ValueError(f"preset {self.chip}: not known to work there: {', '.join(unsafe)}")
 
     @property
     def values(self) -> dict[str, str]:
-        """The flags by name."""
+        """Returns flag values by name."""
         return {flag.name: flag.value for flag in self.flags}
 
 
-def _on(name: str, why: str) -> Flag:
-    return Flag(name=name, value="true", why=why)
+def _on(name: str, why: str, *, chips: frozenset[str] = ALL_CHIPS) -> Flag:
+    return Flag(name=name, value="true", why=why, chips=chips)
 
 
 ULYSSES = (
-    _on("xla_tpu_enable_async_all_to_all", "the next head group's exchange beside this kernel"),
+    _on("xla_tpu_enable_async_all_to_all", "overlaps all-to-alls with the kernel of other heads"),
 )
 RING = (
     Flag(
         name="xla_max_concurrent_async_collective_permutes",
         value="16",
-        why="keys and values of both directions in flight at once",
+        why="keeps keys and values of both ring directions in flight",
     ),
 )
+# libtpu 0.0.42 prints that continuation fusion is "not supported/recommended on platforms other
+# than Viperlite", the v5e, and that it may give wrong results or hang. Other builds end the process
+# on v6e and tpu7x. Elsewhere libtpu keeps its own default.
+CONTINUATION_FUSION_CHIPS = frozenset({"v5e"})
 SHARDED_WEIGHTS = (
-    _on("xla_tpu_enable_async_collective_fusion", "weights gathered beside the layer before"),
-    _on("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "with the line above"),
-    _on("xla_tpu_enable_async_collective_fusion_multiple_steps", "over more than one matmul"),
-    _on("xla_tpu_overlap_compute_collective_tc", "exchanges that a TensorCore drives itself"),
-    _on("xla_enable_async_all_gather", "fsdp's all-gathers started early"),
+    _on(
+        "xla_tpu_enable_async_collective_fusion",
+        "gathers weights during the layer before",
+        chips=CONTINUATION_FUSION_CHIPS,
+    ),
+    _on(
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "applies the fusion to all-gathers",
+        chips=CONTINUATION_FUSION_CHIPS,
+    ),
+    _on(
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "spreads one fused collective over several matmuls",
+        chips=CONTINUATION_FUSION_CHIPS,
+    ),
+    _on("xla_tpu_overlap_compute_collective_tc", "overlaps collectives that a TensorCore drives"),
+    _on("xla_enable_async_all_gather", "starts all-gathers of fsdp early"),
 )
 TRAINING = (
-    _on("xla_tpu_enable_data_parallel_all_reduce_opt", "gradients summed across the data axis"),
-    _on("xla_tpu_data_parallel_opt_different_sized_ops", "with the line above, for any sizes"),
+    _on("xla_tpu_enable_data_parallel_all_reduce_opt", "overlaps gradient sums over the data axis"),
+    _on("xla_tpu_data_parallel_opt_different_sized_ops", "applies this to operations of any size"),
 )
 SCHEDULER = (
     Flag(
         name="xla_latency_hiding_scheduler_rerun",
         value="2",
-        why="tries again with less memory before it gives overlap up",
+        why="retries with less memory before it gives up overlap",
     ),
 )
-OVERLAP = (*ULYSSES, *RING, *SHARDED_WEIGHTS, *TRAINING, *SCHEDULER)
 # KiB of VMEM that one operation may use, for chips that a layer was compiled for: 21 % and 30 %
 # fewer cycles than with the compiler's own limit (docs/performance.md). A tpu7x has 64 MiB, a v6e
-# 128: the rest is left for what waits between operations.
-VMEM = {"tpu7x": 60 * 1024, "v6e": 96 * 1024}
-
-
-def _preset(chip: str) -> Preset:
-    vmem = Flag(
+# 128; the rest is left for values that stay in VMEM between operations.
+VMEM = tuple(
+    Flag(
         name="xla_tpu_scoped_vmem_limit_kib",
-        value=str(VMEM.get(chip, "")),
-        why="products in larger pieces, which read rows and weights less often",
+        value=str(mebibytes * 1024),
+        why="allows larger matmul blocks, which read rows and weights less often",
+        chips=frozenset({chip}),
     )
-    return Preset(chip=chip, flags=(*OVERLAP, *[vmem] * (chip in VMEM)))
+    for chip, mebibytes in (("tpu7x", 60), ("v6e", 96))
+)
+FLAGS = (*ULYSSES, *RING, *SHARDED_WEIGHTS, *TRAINING, *SCHEDULER, *VMEM)
+
+
+def preset_for(chip: str, flags: Sequence[Flag] = FLAGS) -> Preset:
+    """Returns the flags that are known to work on a chip."""
+    return Preset(chip=chip, flags=tuple(flag for flag in flags if chip in flag.chips))
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {chip: _preset(chip) for chip in ("tpu7x", "v6e", "v5p", "v5e")}
+    {chip: preset_for(chip) for chip in ("tpu7x", "v6e", "v5p", "v5e")}
 )
 
 
 def find_chip(
     environment: Mapping[str, str] = os.environ, devices: Path = PCI_DEVICES
 ) -> str | None:
-    """The kind of TPU that jax will use in this process; None if it will use none."""
+    """Returns the kind of TPU that jax will use in this process, or None if it uses none."""
     platforms = environment.get("JAX_PLATFORMS", "")
     if platforms and "tpu" not in platforms.split(","):
         return None
     slice_name = environment.get("TPU_ACCELERATOR_TYPE", "").partition("-")[0]
     return _SLICE_NAMES.get(slice_name) or next(_chips_on_bus(devices), None)
+
+
+def target_chip(topology: str) -> str | None:
+    """Returns the kind of TPU that programs are compiled for: of `topology`, or of this machine."""
+    described = topology.partition(":")[0]
+    return described if described in PRESETS else find_chip()
 
 
 def _chips_on_bus(devices: Path) -> Iterator[str]:
@@ -131,20 +166,20 @@ def _chips_on_bus(devices: Path) -> Iterator[str]:
 
 
 def read_flags(text: str, source: str) -> dict[str, str]:
-    """The flags in a text by name; what is no flag is refused, since libtpu would end the run."""
+    """Parses flags by name. Raises ProblemsFound for other words, at which libtpu would exit."""
     flags = {}
     for word in text.split():
         found = _FLAG.fullmatch(word)
         if found is None:
-            rule = f"holds {word!r}, which does not read like --name=value"
-            remedy = f"Write flags apart by spaces, or {AUTO} or {NONE} for {KEY}"
+            rule = f"contains {word!r}, which is not of the form --name=value"
+            remedy = f"Separate flags by spaces, or set {KEY} to {AUTO} or {NONE}"
             raise ProblemsFound([Problem(name=source, value=text, rule=rule, remedy=remedy)])
         flags[found[1]] = "true" if found[2] is None else found[2]
     return flags
 
 
 def chosen_flags(asked: str, chip: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """The flags of a run by name: those asked for, then those of the environment, which win."""
+    """Returns the flags of a run by name. Flags of the environment override the config's."""
     if asked == AUTO:
         base = PRESETS[chip].values
     else:
@@ -155,7 +190,7 @@ def chosen_flags(asked: str, chip: str, environment: Mapping[str, str]) -> dict[
 def apply_flags(
     asked: str, chip: str | None, environment: MutableMapping[str, str] = os.environ
 ) -> None:
-    """Sets the flags for a chip, before libtpu reads them; without a TPU nothing is set."""
+    """Sets the flags for a chip in the environment. Does nothing without a TPU."""
     if chip is None:
         return
     flags = chosen_flags(asked, chip, environment)
@@ -165,7 +200,7 @@ def apply_flags(
 def describe_flags(
     chip: str | None, environment: Mapping[str, str] = os.environ
 ) -> tuple[str, ...]:
-    """What a start-up plan says of the flags in force; nothing without a TPU."""
+    """Returns the lines of the start-up plan about flags; none without a TPU."""
     if chip is None:
         return ()
     flags = read_flags(environment.get(VARIABLE, ""), VARIABLE)

@@ -1,27 +1,30 @@
-"""Reads xprof traces: seconds of every named scope, on every host, without xprof.
+"""Reads xprof traces without xprof, and tabulates the time of each named scope on each host.
 
-A trace is a protobuf of planes of timed events. Events of device work name an operation of a
-compiled program; the program is in the trace too, and knows the scopes of its operations.
+    host_N/**/*.xplane.pb -> events and programs -> HostProfile (seconds per scope) -> table
+
+A trace is a protobuf of planes of timed events. An event of device work names an operation of a
+compiled program. The program is in the trace too, and gives the scopes of its operations.
 """
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
 
-# Operations that only hold others, whose time is theirs.
-_HOLDERS = frozenset(["while", "conditional", "call", "async-start", "async-done"])
-# What jax itself puts into the path of an operation.
-_PLUMBING = re.compile(
+# Operations that contain others; their time would be counted twice.
+_CONTAINERS = frozenset(["while", "conditional", "call", "async-start", "async-done"])
+# Parts of an operation's path that jax adds itself.
+_ADDED_BY_JAX = re.compile(
     r"while|body|cond|closed_call|shard_map|checkpoint|rematted_computation|remat\d*|branch_\d+_fun"
 )
-# Around a scope in a derivative: jvp(qkv), transpose(jvp(qkv)); around a function: jit(silu).
+# Derivatives wrap scopes: jvp(qkv), transpose(jvp(qkv)). So do functions: jit(silu).
 _WRAPPED = re.compile(r"((?:\w+\()*)(\w*)\)*")
 UNNAMED = "(no scope)"
 STEPS = ("denoise", "train")
@@ -32,7 +35,7 @@ Operations = Mapping[str, Mapping[str, tuple[str, str]]]  # program -> operation
 
 @dataclass(frozen=True, kw_only=True)
 class HostProfile:
-    """What one process spent per step, in seconds of one device, by the path of its scopes."""
+    """Seconds that one process spent per step and device, by the path of the named scope."""
 
     host: str
     steps: int
@@ -42,24 +45,24 @@ class HostProfile:
 
     @property
     def busy(self) -> float:
-        """Seconds of a step in which a device worked, operations beside each other counted each."""
+        """Returns the busy seconds of a step; concurrent operations count each."""
         return sum(self.scopes.values())
 
 
 def read_profiles(folder: Path) -> tuple[HostProfile, ...]:
-    """The newest trace of every `host_N` folder, in the order of N."""
+    """Reads the newest trace of every `host_N` folder, in the order of N."""
     hosts = sorted(folder.glob("host_*"), key=lambda path: (len(path.name), path.name))
     found = [(host.name, max(host.rglob("*.xplane.pb"), default=None)) for host in hosts]
     traces = [(name, trace) for name, trace in found if trace is not None]
     if not traces:
-        rule = "holds no host_N folders with traces"
+        rule = "contains no host_N folders with traces"
         remedy = "Name the folder that a run with enable_profiler=true wrote: OUTPUT_DIR/profile"
         raise ProblemsFound([Problem(name="folder", value=str(folder), rule=rule, remedy=remedy)])
     return tuple(read_profile(name, trace) for name, trace in traces)
 
 
 def read_profile(host: str, trace: Path) -> HostProfile:
-    """The profile in one trace file."""
+    """Reads the profile in one trace file."""
     data = jax.profiler.ProfileData.from_file(str(trace))
     operations = programs_in(trace.read_bytes())
     seconds: defaultdict[str, float] = defaultdict(float)
@@ -84,32 +87,32 @@ def read_profile(host: str, trace: Path) -> HostProfile:
 
 
 def events_in(data: jax.profiler.ProfileData) -> Iterator[tuple[str, str, Any]]:
-    """Events that may be steps or operations, each after the names of its plane and line."""
+    """Yields events that may be steps or operations, with the names of their plane and line."""
     for plane in data.planes:
         for line in plane.lines:
             for event in line.events:
-                # Of the runtime itself there are many, and their details are slow to read.
+                # Events of the runtime itself are many, and their details are slow to read.
                 if "::" not in event.name and not event.name.startswith("end: "):
                     yield plane.name, line.name, event
 
 
 def _on_host(stats: Mapping[str, object], operations: Operations) -> str | None:
-    """The path of an operation on a CPU, which names it and its program; None if it is none."""
+    """Returns the path of an operation on a CPU, or None if the event is not one."""
     program = operations.get(str(stats.get("hlo_module")), {})
     opcode, path = program.get(str(stats.get("hlo_op")), ("while", ""))
-    return None if opcode in _HOLDERS else path
+    return None if opcode in _CONTAINERS else path
 
 
 def _on_device(line: str, name: str, stats: Mapping[str, object]) -> str | None:
-    """The path of an operation on a TPU, which gives it as text, and the path; None if none."""
+    """Returns the path of an operation on a TPU, or None if the event is not one."""
     found = re.search(r" ([\w-]+)\(", name)
-    if line != "XLA Ops" or (found and found[1] in _HOLDERS):
+    if line != "XLA Ops" or (found and found[1] in _CONTAINERS):
         return None
     return str(stats.get("tf_op", ""))
 
 
 def scope_of(path: str) -> str:
-    """The named scopes in the path of an operation, such as blocks/self_attention/qkv."""
+    """Returns the named scopes in the path of an operation, as in blocks/self_attention/qkv."""
     *parts, _ = path.rstrip(":").split("/")
     found = [part for part in map(_WRAPPED.fullmatch, parts) if part]
     kept = [word for around, word in (part.groups() for part in found) if _is_scope(around, word)]
@@ -120,13 +123,13 @@ def scope_of(path: str) -> str:
 
 
 def _is_scope(around: str, word: str) -> bool:
-    return bool(word) and "jit(" not in around and not _PLUMBING.fullmatch(word)
+    return bool(word) and "jit(" not in around and not _ADDED_BY_JAX.fullmatch(word)
 
 
 def programs_in(trace: bytes) -> Operations:
-    """The operations of every program in a trace, with their opcodes and paths.
+    """Returns the opcode and path of every operation, by program and operation name.
 
-    Numbers are those of the fields in xplane.proto and hlo.proto.
+    The numbers are field numbers of xplane.proto and hlo.proto.
     """
     programs: defaultdict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for plane in fields(trace, 1):
@@ -151,7 +154,7 @@ def _instructions(module: bytes) -> Iterator[tuple[str, tuple[str, str]]]:
 
 
 def fields(message: bytes, wanted: int) -> list[bytes]:
-    """The byte strings with one number in a protobuf message, in its wire format."""
+    """Returns the byte strings with one field number in an encoded protobuf message."""
     found, at = [], 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -174,3 +177,56 @@ def _varint(message: bytes, at: int) -> tuple[int, int]:
         at, shift = at + 1, shift + 7
         if byte < 128:
             return value, at
+
+
+DEPTH = 3  # blocks/self_attention/kernel
+
+
+def table(profiles: Sequence[HostProfile], depth: int = DEPTH) -> str:
+    """Returns milliseconds per step and device: largest scopes first, a column for each host."""
+    columns = [rolled_up(profile, depth) for profile in profiles]
+    scopes = sorted(
+        {scope for column in columns for scope in column},
+        key=lambda scope: -max(column.get(scope, 0.0) for column in columns),
+    )
+    width = max(len(scope) for scope in (*scopes, "ms of a step on one device"))
+    head = f"{'ms of a step on one device':{width}}" + "".join(
+        f"{profile.host:>10}" for profile in profiles
+    )
+    lines = [head, "-" * len(head)]
+    for scope in scopes:
+        lines.append(row(scope, width, [column.get(scope, 0.0) for column in columns]))
+    lines += ["-" * len(head), row("all of these", width, [one.busy for one in profiles])]
+    lines.append(row("step, by the clock", width, [one.step_seconds for one in profiles]))
+    return "\n".join([*lines, describe_slowest(profiles)])
+
+
+def row(name: str, width: int, seconds: Sequence[float]) -> str:
+    """Returns one line of the table."""
+    return f"{name:{width}}" + "".join(f"{1e3 * second:10.3f}" for second in seconds)
+
+
+def rolled_up(profile: HostProfile, depth: int) -> dict[str, float]:
+    """Returns the seconds by the first `depth` parts of the scopes."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for scope, seconds in profile.scopes.items():
+        totals["/".join(scope.split("/")[:depth])] += seconds
+    return dict(totals)
+
+
+def describe_slowest(profiles: Sequence[HostProfile]) -> str:
+    """Names the host with the most work. Time in collectives is waiting, not work."""
+    work = {
+        profile.host: sum(
+            seconds
+            for scope, seconds in profile.scopes.items()
+            if COLLECTIVE_SCOPE not in scope.split("/")
+        )
+        for profile in profiles
+    }
+    slowest = max(work, key=lambda host: work[host])
+    steps, devices = profiles[0].steps, sum(profile.devices for profile in profiles)
+    return (
+        f"{steps} steps on {devices} devices; slowest host: {slowest}, "
+        f"{1e3 * work[slowest]:.3f} ms of a step outside collectives"
+    )

@@ -1,62 +1,78 @@
-"""H.264 video files: written atomically by the ffmpeg of imageio-ffmpeg, and read back.
+"""Writes and reads H.264 video files with PyAV, the Python binding of FFmpeg.
 
-frames [F Y X 3] -> raw RGB -> ffmpeg (libx264) -> .name.mp4 beside the target -> name.mp4
+    write_video     frames [F Y X 3] -> YUV (BT.709) -> libx264 -> mp4, whole or not at all
+    read_video      all frames, upright, at a constant rate
+    read_clip       the first frames, scaled to cover a size and cropped at the centre
+    measure_video   frames and size without decoding them all
+    read_metadata   tags such as the prompt
+
+Filters are the same strings as on FFmpeg's command line.
 """
 
 import json
-import re
-import subprocess
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
-from typing import IO
+from typing import cast
 
-import imageio_ffmpeg
+import av
 import numpy as np
+from av.codec.codec import UnknownCodecError
+from av.container import InputContainer
+from av.filter import Graph
+from av.sidedata.sidedata import SideDataContainer
+from av.sidedata.sidedata import Type as SideDataType
+from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
+from av.video.stream import VideoStream
 from jaxtyping import Float, UInt8
 
-from maxdiffusion.runtime.atomic import replacing
-from maxdiffusion.runtime.ffmetadata import format_tags, parse_tags
-from maxdiffusion.runtime.problems import RunFailed
+from maxdiffusion.errors import RunFailed
+from maxdiffusion.runtime.files import replacing
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
+Filter = tuple[str, str]  # name and arguments
 
-IDENTITY = "episode_id"  # of the tags that mp4 knows, the one that is meant to tell videos apart
-HEADER_BYTES = 1 << 20  # the tags stand before the frames, with a few bytes for each of those
-CRF = 18  # of libx264: the usual number for no visible loss
-_RAW_STREAM = re.compile(
-    r"Video: rawvideo.*?, (?P<columns>\d+)x(?P<rows>\d+)\b.*? (?P<fps>[\d.]+) fps"
-)
-_ROTATION = re.compile(r"displaymatrix: rotation of (?P<degrees>-?[\d.]+) degrees")
-_DIMENSIONS = re.compile(r"^#dimensions 0: (?P<columns>\d+)x(?P<rows>\d+)$", re.MULTILINE)
+CODEC = "libx264"
+CRF = 18  # of libx264: commonly used for no visible loss
+# Without it x264 165 gives small frames (48 x 64) other bits from run to run: the vector code of
+# its macroblock tree is at fault.
+REPRODUCIBLE = "cpu-independent=1"
+IDENTITY = "episode_id"  # a tag of mp4 that is meant to identify a video
+HEADER_BYTES = 1 << 20  # faststart puts tags before the frames, with a few bytes for each frame
+LARGEST_RATE_DENOMINATOR = 1_001_000  # FFmpeg's own limit when it reads a frame rate
+_TO_BT709: Filter = ("scale", "out_color_matrix=bt709:out_range=tv")
 _SCALING = "bicubic+accurate_rnd+full_chroma_int"  # bicubic averages over what it shrinks
 
 
 class VideoError(RunFailed):
-    """A video could not be written or read; says which, and what ffmpeg said."""
+    """A video could not be written or read. The message has its path and FFmpeg's reason."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoMetadata:
-    """What a file says of its making: the prompt as its title, the settings as JSON."""
+    """The origin of a video: its prompt, kept as the title, and its settings, kept as JSON."""
 
     prompt: str
     settings: Mapping[str, object]
 
     def tags(self) -> dict[str, str]:
-        """The mp4 tags."""
+        """Returns the mp4 tags."""
         settings = json.dumps(self.settings, ensure_ascii=False)
         return {"title": _encodable(self.prompt), "comment": _encodable(settings)}
 
 
 def _encodable(text: str) -> str:
-    """Text with its half surrogate pairs, which UTF-8 lacks, in the form that JSON reads back."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+    """Escapes lone surrogates, which UTF-8 lacks, as JSON does; drops NUL, which ends C strings."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8").replace("\0", "")
+
+
+# Writing
 
 
 def to_bytes(frame: np.ndarray) -> np.ndarray:
-    """A frame as 8-bit numbers; floats in 0..1 are cut off (not rounded), as diffusers does."""
+    """Returns a frame as uint8. Floats in 0..1 are truncated, not rounded, as in diffusers."""
     if frame.dtype == np.uint8:
         return frame
     return (np.clip(frame, 0, 1) * 255).astype(np.uint8)
@@ -70,24 +86,21 @@ def write_video(
     metadata: VideoMetadata | None = None,
     identity: str | None = None,
 ) -> None:
-    """Writes `frames` to `path` as H.264, of exactly their size; all of it or nothing.
+    """Writes `frames` to `path` as H.264 in their exact size, atomically.
 
-    `identity` is a word that `is_video_of` finds again, whatever else is said of the making.
+    `is_video_of` finds `identity` again, whatever the other metadata is.
     """
     if frames.ndim != 4 or frames.shape[-1] != 3 or 0 in frames.shape:
         raise ValueError(f"frames of shape {frames.shape}: must be [frames, height, width, 3]")
     if not fps > 0:
         raise ValueError(f"fps={fps}: must be above 0")
-    with replacing(path) as unfinished, tempfile.TemporaryDirectory() as scratch:
-        tags = Path(scratch) / "tags.txt"
-        said = (metadata.tags() if metadata else {}) | ({IDENTITY: identity} if identity else {})
-        tags.write_text(format_tags(said), "utf-8", newline="")
-        command = _encoder_command(frames.shape, fps, tags=tags, target=unfinished)
-        _run_encoder(command, frames, path)
+    tags = (metadata.tags() if metadata else {}) | ({IDENTITY: identity} if identity else {})
+    with replacing(path) as unfinished, _errors(path, "write"):
+        _encode(unfinished, frames, fps=fps, tags=tags)
 
 
 def is_video_of(path: Path, identity: str) -> bool:
-    """Whether `path` is a video that was written with this identity."""
+    """Returns whether `path` is a video that was written with this identity."""
     try:
         with path.open("rb") as stream:
             return identity.encode() in stream.read(HEADER_BYTES)
@@ -95,99 +108,171 @@ def is_video_of(path: Path, identity: str) -> bool:
         return False
 
 
-def _encoder_command(shape: tuple[int, ...], fps: float, *, tags: Path, target: Path) -> list[str]:
-    rows, columns = shape[1:3]
-    # 4:2:0 is what every player shows, but it needs even sizes; 4:4:4 keeps odd ones.
-    pixels = "yuv420p" if rows % 2 == 0 and columns % 2 == 0 else "yuv444p"
-    bt709 = [
-        part
-        for name in ("-colorspace", "-color_primaries", "-color_trc")
-        for part in (name, "bt709")
-    ]
-    return [
-        *(imageio_ffmpeg.get_ffmpeg_exe(), "-y", "-nostdin", "-loglevel", "error"),
-        *("-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{columns}x{rows}", "-r", str(fps)),
-        *("-i", "pipe:0", "-f", "ffmetadata", "-i", str(tags), "-map", "0:v"),
-        *("-map_metadata", "1", "-c:v", "libx264", "-crf", str(CRF), "-pix_fmt", pixels),
-        *("-vf", "scale=out_color_matrix=bt709:out_range=tv", "-color_range", "tv", *bt709),
-        *("-movflags", "+faststart", "-f", "mp4", str(target)),
-    ]
+def _encode(path: Path, frames: Frames, *, fps: float, tags: Mapping[str, str]) -> None:
+    rate = Fraction(fps).limit_denominator(LARGEST_RATE_DENOMINATOR)
+    height, width = frames.shape[1:3]
+    options = {"movflags": "+faststart"}
+    with av.open(str(path), "w", format="mp4", container_options=options) as container:
+        container.metadata.update(tags)
+        stream = _video_stream(container, rate, height=height, width=width)
+        blank = av.VideoFrame(width, height, "rgb24")
+        graph = _graph(blank, 1 / rate, [_TO_BT709, ("format", str(stream.pix_fmt))])
+        for number, pixels in enumerate(frames):
+            frame = av.VideoFrame.from_ndarray(_contiguous(pixels), format="rgb24")
+            frame.pts, frame.time_base = number, 1 / rate
+            graph.vpush(frame)
+            container.mux(stream.encode(graph.vpull()))
+        container.mux(stream.encode(None))
 
 
-def _run_encoder(command: list[str], frames: Frames, path: Path) -> None:
-    with tempfile.TemporaryFile() as said:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said)
-        assert process.stdin is not None
-        try:
-            _feed(process.stdin, frames)
-        except BaseException:
-            process.kill()
-            process.wait()
-            raise
-        if process.wait() != 0:
-            said.seek(0)
-            raise VideoError(f"{path}: ffmpeg could not write it: {_last_words(said.read())}")
+def _contiguous(frame: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(to_bytes(np.asarray(frame)))
 
 
-def _feed(pipe: IO[bytes], frames: Frames) -> None:
-    """Sends all frames; an encoder that stops listening says why in its exit code."""
-    try:
-        with pipe:
-            for frame in frames:
-                pipe.write(np.ascontiguousarray(to_bytes(np.asarray(frame))).data)
-    except BrokenPipeError:
-        return
+def _video_stream(
+    container: av.container.OutputContainer, rate: Fraction, *, height: int, width: int
+) -> VideoStream:
+    options = {"crf": str(CRF), "x264-params": REPRODUCIBLE}
+    stream = container.add_stream(CODEC, rate=rate, options=options)
+    assert isinstance(stream, VideoStream)
+    stream.height, stream.width = height, width
+    stream.thread_type = "FRAME"  # PyAV's default splits every frame into slices, which costs bits
+    # Every player shows 4:2:0, which needs even sizes; 4:4:4 keeps odd ones.
+    stream.pix_fmt = "yuv420p" if height % 2 == 0 and width % 2 == 0 else "yuv444p"
+    stream.color_range = ColorRange.MPEG
+    stream.colorspace = Colorspace.ITU709
+    stream.color_primaries = ColorPrimaries.BT709
+    stream.color_trc = ColorTrc.BT709
+    return stream
+
+
+# Reading
 
 
 def read_video(path: Path) -> tuple[UInt8[np.ndarray, "F Y X 3"], float]:
-    """The frames of a video, and its frames per second."""
-    raw, said = _read(path, "-f", "rawvideo", "-pix_fmt", "rgb24", level="info")
-    streams = list(_RAW_STREAM.finditer(said))
-    if not streams:
-        raise VideoError(f"{path}: ffmpeg found no video in it")
-    about = streams[-1]  # after the tags, whose text may say anything
-    columns, rows, fps = int(about["columns"]), int(about["rows"]), float(about["fps"])
-    return np.frombuffer(raw, np.uint8).reshape(-1, rows, columns, 3), fps
-
-
-def measure_video(path: Path) -> tuple[int, int, int]:
-    """Frames, height and width of a video as it is shown; nothing is decoded."""
-    listed, said = _read(path, "-map", "0:v:0", "-c", "copy", "-f", "framecrc", level="info")
-    table = listed.decode("utf-8", "replace")
-    about = _DIMENSIONS.search(table)
-    if about is None:
-        raise VideoError(f"{path}: ffmpeg found no size in it")
-    frames = sum(1 for line in table.splitlines() if line.startswith("0,"))
-    rows, columns = int(about["rows"]), int(about["columns"])
-    turns = [float(found["degrees"]) for found in _ROTATION.finditer(said)]
-    upright = not turns or round(turns[-1] / 90) % 2 == 0
-    return (frames, rows, columns) if upright else (frames, columns, rows)
+    """Returns the frames of a video and its frames per second."""
+    with _opened(path) as (container, stream):
+        frames = list(_decode(container, stream, [("scale", "flags=bicubic")]))
+        if not frames:
+            raise VideoError(f"{path}: contains no frames")
+        return np.stack(frames), float(_frame_rate(stream))
 
 
 def read_clip(path: Path, *, frames: int, height: int, width: int) -> UInt8[np.ndarray, "F Y X 3"]:
-    """The first `frames` frames, scaled to cover the size and cut at the centre."""
-    cover = f"scale={width}:{height}:force_original_aspect_ratio=increase:flags={_SCALING}"
-    form = ("-f", "rawvideo", "-pix_fmt", "rgb24")
-    filters = ("-map", "0:v:0", "-frames:v", str(frames), "-vf", f"{cover},crop={width}:{height}")
-    raw, _ = _read(path, *filters, *form, level="error")
-    return np.frombuffer(raw, np.uint8).reshape(-1, height, width, 3)
+    """Returns up to `frames` first frames, scaled to cover the size and cropped at the centre."""
+    cover = f"{width}:{height}:force_original_aspect_ratio=increase:flags={_SCALING}"
+    filters = [("scale", cover), ("crop", f"{width}:{height}")]
+    with _opened(path) as (container, stream):
+        decoded = _decode(container, stream, filters)
+        found = [frame for _, frame in zip(range(frames), decoded, strict=False)]
+    return np.stack(found) if found else np.zeros((0, height, width, 3), np.uint8)
+
+
+def measure_video(path: Path) -> tuple[int, int, int]:
+    """Returns the frames, height and width of a video as it is shown. Decodes one frame."""
+    with _opened(path) as (container, stream):
+        packets = sum(1 for packet in container.demux(stream) if packet.size)
+        height, width = stream.height, stream.width
+    with _opened(path) as (container, stream):
+        first = next(_decoded(container, stream), None)
+        turned = first is not None and round(first.rotation / 90) % 2 != 0
+    return (packets, width, height) if turned else (packets, height, width)
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """The tags of a video: `title` (the prompt), `comment` (settings as JSON), and ffmpeg's own."""
-    tags, _ = _read(path, "-f", "ffmetadata", level="error")
-    return parse_tags(tags.decode("utf-8", "replace"))
+    """Returns the tags of a video: `title` (the prompt), `comment` (the settings), and others."""
+    with _errors(path, "read"), av.open(str(path)) as container:
+        return dict(container.metadata)
 
 
-def _read(path: Path, *form: str, level: str) -> tuple[bytes, str]:
-    """What ffmpeg makes of a file in some form, and what it says meanwhile."""
-    ffmpeg = imageio_ffmpeg.get_ffmpeg_exe()
-    command = [ffmpeg, "-nostdin", "-nostats", "-loglevel", level, "-i", str(path), *form, "pipe:1"]
-    result = subprocess.run(command, capture_output=True)
-    if result.returncode != 0:
-        raise VideoError(f"{path}: ffmpeg could not read it: {_last_words(result.stderr)}")
-    return result.stdout, result.stderr.decode("utf-8", "replace")
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
+    with _errors(path, "read"), av.open(str(path)) as container:
+        if not container.streams.video:
+            raise VideoError(f"{path}: contains no video")
+        yield container, container.streams.video[0]
 
 
-def _last_words(output: bytes) -> str:
-    return output.decode("utf-8", "replace").strip()[-500:] or "it gave no reason"
+@contextmanager
+def _errors(path: Path, action: str) -> Iterator[None]:
+    try:
+        yield
+    except UnknownCodecError as error:
+        raise VideoError(f"{path}: this build of PyAV has no encoder {error}") from error
+    except av.FFmpegError as error:
+        raise VideoError(f"{path}: FFmpeg could not {action} it: {error.strerror}") from error
+
+
+def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[av.VideoFrame]:
+    """Yields all frames that can be decoded. A damaged packet costs its own frames only."""
+    for packet in container.demux(stream):
+        try:
+            yield from packet.decode()
+        except av.InvalidDataError:
+            continue
+
+
+def _decode(
+    container: InputContainer, stream: VideoStream, filters: Sequence[Filter]
+) -> Iterator[UInt8[np.ndarray, "Y X 3"]]:
+    """Yields RGB frames: at a constant rate, turned upright, and filtered."""
+    graph = None
+    for frame in _decoded(container, stream):
+        if graph is None:
+            constant_rate: Filter = ("fps", str(_frame_rate(stream)))
+            chain = [constant_rate, *_upright(frame), *filters, ("format", "rgb24")]
+            assert stream.time_base is not None
+            graph = _graph(frame, stream.time_base, chain)
+        graph.vpush(frame)
+        yield from _pulled(graph)
+    if graph is not None:
+        graph.vpush(None)
+        yield from _pulled(graph)
+
+
+def _frame_rate(stream: VideoStream) -> Fraction:
+    rate = stream.guessed_rate
+    if not rate:
+        raise VideoError(f"{stream.container.name}: FFmpeg found no frame rate")
+    return rate
+
+
+def _upright(frame: av.VideoFrame) -> list[Filter]:
+    """Returns the filters that undo the rotation and mirroring of a phone's camera."""
+    side_data = cast(SideDataContainer, frame.side_data)  # PyAV's stub has another type here
+    matrices = [one for one in side_data if one.type is SideDataType.DISPLAYMATRIX]
+    if not matrices:
+        return []
+    matrix = np.frombuffer(bytes(matrices[0]), np.int32)
+    clockwise = -frame.rotation % 360
+    if clockwise == 90:
+        return [("transpose", "cclock_flip" if matrix[3] > 0 else "clock")]
+    if clockwise == 270:
+        return [("transpose", "clock_flip" if matrix[3] < 0 else "cclock")]
+    if clockwise not in (0, 180):
+        return [("rotate", f"{clockwise}*PI/180")]
+    return [(name, "") for name, cell in (("hflip", 0), ("vflip", 4)) if matrix[cell] < 0]
+
+
+def _pulled(graph: Graph) -> Iterator[UInt8[np.ndarray, "Y X 3"]]:
+    while True:
+        try:
+            yield graph.vpull().to_ndarray()
+        except (av.BlockingIOError, av.EOFError):
+            return
+
+
+def _graph(frame: av.VideoFrame, time_base: Fraction, filters: Sequence[Filter]) -> Graph:
+    """Returns a chain of filters for frames like the given one."""
+    graph = Graph()
+    source = graph.add(
+        "buffer",
+        video_size=f"{frame.width}x{frame.height}",
+        pix_fmt=frame.format.name,
+        time_base=str(time_base),
+        colorspace=str(int(frame.colorspace)),
+        range=str(int(frame.color_range)),
+    )
+    nodes = [graph.add(name, arguments or None) for name, arguments in filters]
+    graph.link_nodes(source, *nodes, graph.add("buffersink")).configure()
+    return graph

@@ -1,18 +1,21 @@
-"""Checkpoints of a run: written in the background, complete or not there, checked when read.
+"""Checkpoints of a run: written in the background, complete or absent, checked when read.
 
-    <folder>/<step>/state   every array of the state, by its path
-    <folder>/<step>/notes   where the data stands, and a fingerprint of every array
-    <folder>/<step>/files.json  the sizes and checksums of all these files
+    <folder>/<step>/state       every array of the state, by its path
+    <folder>/<step>/notes       position of the data, and a fingerprint of every array
+    <folder>/<step>/files.json  sizes and checksums of these files
 
-A checkpoint that cannot be read, or whose files or arrays are not what was written, is set aside
-with a message and the one before it is used.
+A damaged checkpoint (unreadable, or with other files or arrays than were written) is renamed with
+a message, and the one before it is used.
 """
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,15 +27,64 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax import lax
 
-from maxdiffusion.runtime.agreement import agree_on_result
-from maxdiffusion.runtime.coordination import barrier, from_first
-from maxdiffusion.runtime.places import move_folder, place
-from maxdiffusion.runtime.problems import Problem, ProblemsFound, RunFailed
-from maxdiffusion.training.inventory import find_damage, write_inventory
-from maxdiffusion.training.parts import check_same_shapes
-from maxdiffusion.training.state import TrainState
+from maxdiffusion.distributed.coordination import assert_same_result, barrier, broadcast_from_first
+from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.models.abstract import check_same_shapes
+from maxdiffusion.runtime.files import as_path, move_folder
+from maxdiffusion.training.step import TrainState
 
-Say = Callable[[str], None]
+INVENTORY = "files.json"
+THREADS, PIECE = 8, 2**24
+logger = logging.getLogger(__name__)
+
+
+def write_inventory(folder: Path, parts: Sequence[str]) -> None:
+    """Writes the list of all files below `parts` of a folder."""
+    files = sorted(file for part in parts for file in (folder / part).rglob("*") if file.is_file())
+    names = [file.relative_to(folder).as_posix() for file in files]
+    (folder / INVENTORY).write_text(json.dumps(dict(zip(names, _states(files), strict=True))))
+
+
+def find_damage(folder: Path) -> str | None:
+    """Returns a phrase about the first file that differs from the list, or None."""
+    inventory = folder / INVENTORY
+    if not inventory.exists():
+        return None
+    try:
+        listed = json.loads(inventory.read_text())
+    except ValueError:
+        return f"{INVENTORY} cannot be read"
+    return next(_damaged(folder, listed), None)
+
+
+def _damaged(folder: Path, listed: dict[str, list[int]]) -> Iterator[str]:
+    """Yields phrases about files that are missing, of another size, or of other content."""
+    for name, (size, _) in listed.items():
+        file = folder / name
+        if not file.is_file():
+            yield f"{name} is missing"
+        elif file.stat().st_size != size:
+            yield f"{name} has {file.stat().st_size} bytes instead of {size}"
+    files = [folder / name for name in listed]
+    for name, found in zip(listed, _states(files), strict=True):
+        if found != listed[name]:
+            yield f"{name} has other content than was written"
+
+
+def _states(files: Sequence[Path]) -> list[list[int]]:
+    with ThreadPoolExecutor(THREADS) as pool:  # zlib and reading release the GIL
+        return list(pool.map(_state, files))
+
+
+def _state(file: Path) -> list[int]:
+    """Returns the size and the CRC-32 of a file."""
+    size = checksum = 0
+    with file.open("rb") as stream:
+        while piece := stream.read(PIECE):
+            size, checksum = size + len(piece), zlib.crc32(piece, checksum)
+    return [size, checksum]
+
+
 STATE, NOTES = "state", "notes"
 DAMAGED = "damaged-"
 UNFINISHED = ".orbax-checkpoint-tmp"
@@ -44,21 +96,20 @@ class CheckpointFailed(RunFailed):
 
 @dataclass(frozen=True, kw_only=True)
 class Restored:
-    """A state that was read back, and where its data stands."""
+    """A state that was read back, and the position of its data."""
 
     state: TrainState
     data: dict[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run; the last `keep` are kept."""
+    """The checkpoints of one run; keeps the last `keep`."""
 
-    def __init__(self, folder: Path, *, keep: int = 2, say: Say = print):
+    def __init__(self, folder: Path, *, keep: int = 2):
         if keep < 1:
-            raise ValueError(f"keep={keep}: at least one checkpoint is kept")
-        self.folder = place(os.fspath(folder))
+            raise ValueError(f"keep={keep}: must be at least 1")
+        self.folder = as_path(os.fspath(folder))
         self._keep = keep
-        self._say = say
         self._writing = 0
         try:
             self._manager = self._open()
@@ -70,13 +121,13 @@ class Checkpoints:
             ) from error
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
-        """Writes the state; returns when it may change, while files are still written."""
-        self.wait()  # what went wrong with the one before is said of that one
+        """Starts to write the state; returns as soon as its arrays may change."""
+        self.wait()  # raises errors of the previous checkpoint under its own name
         step = self._writing = int(state.step)
         arrays = flat_arrays(state)
         notes = {"data": dict(data), "fingerprints": fingerprints(arrays)}
-        told = json.dumps(notes, sort_keys=True).encode()
-        agree_on_result(f"the state after step {step}", hashlib.sha256(told).hexdigest())
+        text = json.dumps(notes, sort_keys=True).encode()
+        assert_same_result(f"the state after step {step}", hashlib.sha256(text).hexdigest())
         try:
             self._manager.save(
                 step,
@@ -89,7 +140,7 @@ class Checkpoints:
             raise self._failed(step, error) from error
 
     def wait(self) -> None:
-        """Returns when everything is on the disk; raises what went wrong there."""
+        """Waits until everything is on the disk. Raises CheckpointFailed."""
         try:
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
@@ -97,7 +148,7 @@ class Checkpoints:
             raise self._failed(self._writing, error) from error
 
     def close(self) -> None:
-        """Waits, and frees the threads."""
+        """Waits and stops the threads."""
         try:
             self.wait()
         finally:
@@ -105,11 +156,11 @@ class Checkpoints:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that there are whole checkpoints of, oldest first."""
+        """The steps of complete checkpoints, oldest first."""
         return tuple(sorted(self._manager.all_steps()))
 
     def restore(self, like: TrainState) -> Restored | None:
-        """The newest state that is whole, placed as `like` is; None if there is none."""
+        """Returns the newest undamaged state in the shardings of `like`, or None."""
         for step in reversed(self.steps):
             try:
                 return self._read(step, like)
@@ -130,7 +181,7 @@ class Checkpoints:
         return ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers)
 
     def _list_files(self) -> None:
-        """Notes the files of the checkpoint that is about to become whole."""
+        """Lists the files of the checkpoint that is about to become complete."""
         if jax.process_index() != 0 or "://" in os.fspath(self.folder):
             return  # object storage has checksums of its own
         names = (str(self._writing), f"{self._writing}{UNFINISHED}*")
@@ -138,7 +189,7 @@ class Checkpoints:
             write_inventory(unfinished, (STATE, NOTES))
 
     def _read(self, step: int, like: TrainState) -> Restored:
-        # Reads of orbax that fail are left behind in threads, and fail there once more, loudly.
+        # A failed read of orbax stays in a thread and fails there again, so check files first.
         damage = find_damage(self.folder / str(step))
         if damage is not None:
             raise ValueError(damage)
@@ -147,7 +198,7 @@ class Checkpoints:
             for path, array in flat_arrays(like).items()
         }
         stored = self._manager.item_metadata(step)[STATE]
-        found = getattr(stored, "tree", stored)
+        found = None if stored is None else stored.tree
         if not isinstance(found, Mapping):
             raise ValueError("the list of its arrays cannot be read")
         check_same_shapes(found, wanted, name=f"checkpoint {step}")
@@ -167,9 +218,9 @@ class Checkpoints:
         return read[STATE], read[NOTES]
 
     def _set_aside(self, step: int, error: Exception) -> None:
-        """Moves a damaged checkpoint out of the way, and says so."""
+        """Renames a damaged checkpoint and logs it."""
         reason = first_line(error)
-        aside = self.folder / from_first("a free name", lambda: self._free_name(step))
+        aside = self.folder / broadcast_from_first("a free name", lambda: self._free_name(step))
         self._manager.close()
         barrier("a damaged checkpoint")
         if jax.process_index() == 0:
@@ -178,18 +229,18 @@ class Checkpoints:
         self._manager = self._open()
         before = [other for other in self.steps if other < step]
         then = f"continuing from step {before[-1]}" if before else "there is none before it"
-        self._say(
+        logger.info(
             f"checkpoint of step {step} is damaged ({type(error).__name__}: {reason}); "
             f"it is now {aside}; {then}"
         )
 
     def _free_name(self, step: int) -> str:
-        """A name for a damaged checkpoint that is not taken."""
+        """Returns a free name for a damaged checkpoint."""
         names = (f"{DAMAGED}{step}{'' if number == 1 else f'-{number}'}" for number in count(1))
         return next(name for name in names if not (self.folder / name).exists())
 
     def _failed(self, step: int, error: Exception) -> CheckpointFailed:
-        """The error for a checkpoint that could not be written; what there is of it is removed."""
+        """Returns the error for a failed checkpoint, after removing its files."""
         self._remove_unfinished()
         last = self.steps[-1] if self.steps else None
         kept = (
@@ -208,12 +259,12 @@ class Checkpoints:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, without the pages that orbax adds."""
+    """Returns the first line of an error; orbax adds pages."""
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
 def flat_arrays(state: TrainState) -> dict[str, jax.Array]:
-    """Every array of a state by its path; the key as its numbers."""
+    """Returns every array of a state by its path; the PRNG key as key data."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): _plain(leaf)
@@ -222,7 +273,7 @@ def flat_arrays(state: TrainState) -> dict[str, jax.Array]:
 
 
 def like_state(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
-    """The state with the structure of `like` and these arrays."""
+    """Returns the state with the structure of `like` and these arrays."""
     names = list(flat_arrays(like))
     leaves, structure = jax.tree_util.tree_flatten(like)
     keyed = [
@@ -233,7 +284,7 @@ def like_state(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
 
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A number for the bits of every array, the same however the array is spread over devices."""
+    """Returns a hash of the bits of every array, the same under any sharding."""
     found = _fingerprints(dict(arrays))
     return {path: int(value) for path, value in jax.device_get(found).items()}
 
@@ -244,14 +295,14 @@ def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _fingerprint(array: jax.Array) -> jax.Array:
-    """The sum of all 32-bit words, each times an odd number of its place, modulo 2^32."""
+    """Returns the sum of all 32-bit words times odd numbers of their positions, modulo 2^32."""
     words = array if array.dtype == jnp.uint32 else lax.bitcast_convert_type(array, jnp.uint32)
-    places = jnp.zeros(words.shape, jnp.uint32)
+    positions = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):
-        places += np.uint32(stride % 2**32) * lax.broadcasted_iota(jnp.uint32, words.shape, axis)
+        positions += np.uint32(stride % 2**32) * lax.broadcasted_iota(jnp.uint32, words.shape, axis)
         stride *= words.shape[axis]
-    return jnp.sum(words * (2 * places + 1), dtype=jnp.uint32)
+    return jnp.sum(words * (2 * positions + 1), dtype=jnp.uint32)
 
 
 def _is_key(leaf: Any) -> bool:

@@ -1,26 +1,116 @@
-"""Flow matching: how noisy, how weighted, and how far off the predicted velocity is.
+"""Loss of a WAN expert: flow matching at a drawn noise level, and what its backward pass keeps.
 
     noise level s in (0, 1):   x_s = (1 - s) data + s noise,   velocity = noise - data
 
 A sampler visits noise levels u -> shift u / (1 + (shift - 1) u), so training draws u evenly and
 shifts it the same way. The two experts of WAN 2.2 meet at a boundary of the *shifted* level.
+Rematerialisation decides which activations the backward pass keeps, offloads or computes again.
 """
 
-from dataclasses import dataclass
-from typing import Protocol
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from maxdiffusion.attention import BlockAttention
+from maxdiffusion.attention.plan import K_NAME, OUT_NAME, Q_NAME, V_NAME
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.mesh import ActivationLayout
+from maxdiffusion.models.abstract import AbstractModel, Values
+from maxdiffusion.models.wan import WanTransformer
+from maxdiffusion.models.wan.transformer import BlockStep
+from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
+
+HIDDEN_STATES = "hidden_states"  # the input of a block
+NAMES = (HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME)
+_DEVICE, _HOST = "device", "pinned_host"
+
+
+class Remat(Enum):
+    """Names the policies as the public config does."""
+
+    NONE = "NONE"
+    FULL = "FULL"
+    MATMUL_WITHOUT_BATCH = "MATMUL_WITHOUT_BATCH"
+    OFFLOAD_MATMUL_WITHOUT_BATCH = "OFFLOAD_MATMUL_WITHOUT_BATCH"
+    CUSTOM = "CUSTOM"
+    HIDDEN_STATE_WITH_OFFLOAD = "HIDDEN_STATE_WITH_OFFLOAD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RematPolicy:
+    """Says which activations of a block are kept for its backward pass.
+
+    `saved` and `offloaded` name what CUSTOM keeps on the device and in host memory.
+    """
+
+    kind: Remat = Remat.NONE
+    saved: tuple[str, ...] = ()
+    offloaded: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(
+                name=key,
+                value=name,
+                rule=f"must be one of {', '.join(NAMES)}",
+            )
+            for key, names in (
+                ("names_which_can_be_saved", self.saved),
+                ("names_which_can_be_offloaded", self.offloaded),
+            )
+            for name in names
+            if name not in NAMES
+        ]
+        if problems:
+            raise ProblemsFound(problems)
+
+    def wrap_block(self, step: BlockStep) -> BlockStep:
+        """Returns the step of one layer, which keeps for its backward pass what the policy says."""
+
+        def named(tokens: Float[Array, "B S D"], layer: Any) -> tuple[Float[Array, "B S D"], Any]:
+            return step(checkpoint_name(tokens, HIDDEN_STATES), layer)
+
+        if self.kind is Remat.NONE:
+            return step
+        # XLA cannot merge the two passes of a scan body, so no barrier against it is needed.
+        return jax.checkpoint(named, policy=self._policy(), prevent_cse=False)
+
+    def _policy(self) -> Callable[..., Any] | None:
+        policies = jax.checkpoint_policies
+        if self.kind is Remat.MATMUL_WITHOUT_BATCH:
+            return policies.dots_with_no_batch_dims_saveable
+        if self.kind is Remat.OFFLOAD_MATMUL_WITHOUT_BATCH:
+            return policies.offload_dot_with_no_batch_dims(_DEVICE, _HOST)
+        if self.kind is Remat.HIDDEN_STATE_WITH_OFFLOAD:
+            return self._by_names((), (HIDDEN_STATES,))
+        if self.kind is Remat.CUSTOM:
+            return self._by_names(self.saved, self.offloaded)
+        return None
+
+    def _by_names(self, saved: tuple[str, ...], offloaded: tuple[str, ...]) -> Callable[..., Any]:
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=list(saved),
+            names_which_can_be_offloaded=list(offloaded),
+            offload_src=_DEVICE,
+            offload_dst=_HOST,
+        )
+
+
 TRAIN_TIMESTEPS = 1000
-BUCKETS = 8  # equal parts of the noise levels, whose losses are reported apart
+BUCKETS = 8  # ranges of noise levels whose losses are reported separately
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseLevels:
-    """Which noise levels a network is trained on: shifted ones, from `low` up to `high`."""
+    """The shifted noise levels that a network is trained on, from `low` up to `high`."""
 
     shift: float = 3.0
     low: float = 0.0
@@ -30,10 +120,10 @@ class NoiseLevels:
         if not self.shift > 0:
             raise ValueError(f"shift={self.shift}: must be above 0")
         if not 0 <= self.low < self.high <= 1:
-            raise ValueError(f"levels {self.low} to {self.high}: must lie in 0..1 and rise")
+            raise ValueError(f"levels {self.low} to {self.high}: must be in 0..1 and increasing")
 
     def of_expert(self, expert: str, boundary: float | None) -> "NoiseLevels":
-        """The levels of `transformer` (high noise) or `transformer_2` (low noise)."""
+        """Returns the levels of `transformer` (high noise) or `transformer_2` (low noise)."""
         if boundary is None:
             return self
         if expert == "transformer":
@@ -42,19 +132,19 @@ class NoiseLevels:
 
     @property
     def share(self) -> float:
-        """The share of an even draw that falls on these levels."""
+        """The share of uniform draws that fall on these levels."""
         return self._even(self.high) - self._even(self.low)
 
     def _even(self, level: float) -> float:
-        """The level before the shift."""
+        """Returns the level before the shift."""
         return level / (self.shift - (self.shift - 1) * level)
 
     def draw(self, key: PRNGKeyArray, count: int) -> Float[Array, " B"]:
-        """`count` levels: one from each of `count` equal parts of the range, in random order."""
+        """Returns `count` levels: one from each equal part of the range, in random order."""
         parts, order = jax.random.split(key)
-        places = (jnp.arange(count) + jax.random.uniform(parts, (count,))) / count
+        drawn = (jnp.arange(count, dtype=jnp.float32) + jax.random.uniform(parts, (count,))) / count
         start, end = self._even(self.low), self._even(self.high)
-        even = start + (end - start) * jax.random.permutation(order, places)
+        even = start + (end - start) * jax.random.permutation(order, drawn)
         shifted = self.shift * even / (1 + (self.shift - 1) * even)
         # Rounding must not carry a level over the boundary to the other expert.
         highest = np.nextafter(np.float32(self.high), np.float32(0))
@@ -62,20 +152,21 @@ class NoiseLevels:
 
 
 def timestep_of(level_B: Float[Array, " B"]) -> Float[Array, " B"]:
-    """The timestep that samplers give a network for a noise level: 1000 s, cut to a whole one."""
+    """Returns the timestep that samplers pass for a noise level: floor(1000 s)."""
     return jnp.floor(level_B * TRAIN_TIMESTEPS)
 
 
+@runtime_checkable
 class LossWeighting(Protocol):
-    """Weighs the loss of a sample by its own noise level alone."""
+    """Weights the loss of a sample by its own noise level alone."""
 
     def __call__(self, level_B: Float[Array, " B"]) -> Float[Array, " B"]:
-        """The weight of every sample."""
+        """Returns the weight of every sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvenWeighting:
-    """Every level counts the same."""
+    """Weights every level by 1."""
 
     def __call__(self, level_B: Float[Array, " B"]) -> Float[Array, " B"]:
         return jnp.ones_like(level_B)
@@ -83,10 +174,10 @@ class EvenWeighting:
 
 @dataclass(frozen=True, kw_only=True)
 class BellWeighting:
-    """Middle levels count most: a bell around 1/2, from 0 at both ends, with mean 1.
+    """Weights middle levels most: a bell around 1/2, 0 at both ends, with mean 1.
 
-    The mean is taken over the 1000 shifted levels of the schedule, once: a sample weighs the same
-    whatever else is in its batch.
+    The mean is over the 1000 shifted levels of the schedule, so a weight does not depend on the
+    rest of the batch.
     """
 
     shift: float = 3.0
@@ -102,7 +193,7 @@ class BellWeighting:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class NoisySample:
-    """Noisy latents, what the network should say of them, and how noisy they are."""
+    """Noisy latents, their velocity (the target) and their noise levels."""
 
     latents: Float[Array, "B F Y X C"]
     velocity: Float[Array, "B F Y X C"]
@@ -112,7 +203,7 @@ class NoisySample:
 def add_noise(
     data: Float[Array, "B F Y X C"], level_B: Float[Array, " B"], key: PRNGKeyArray
 ) -> NoisySample:
-    """The data with noise of the given levels, and the velocity from data to noise."""
+    """Returns the data with noise of the given levels, and the velocity from data to noise."""
     noise = jax.random.normal(key, data.shape, jnp.float32)
     share = level_B[:, None, None, None, None]
     return NoisySample(
@@ -121,7 +212,7 @@ def add_noise(
 
 
 def sample_losses(predicted: Float[Array, "B F Y X C"], sample: NoisySample) -> Float[Array, " B"]:
-    """The mean squared error of every sample, in float32, not yet weighted."""
+    """Returns the mean squared error of every sample, in float32, not yet weighted."""
     error = predicted.astype(jnp.float32) - sample.velocity
     return jnp.mean(jnp.square(error), axis=(1, 2, 3, 4))
 
@@ -129,14 +220,14 @@ def sample_losses(predicted: Float[Array, "B F Y X C"], sample: NoisySample) -> 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class BucketLosses:
-    """Sums of unweighted losses by noise level, and how many samples each sum has."""
+    """Sums of unweighted losses by noise level, and the number of samples in each."""
 
-    totals: Float[Array, " K"]
-    counts: Float[Array, " K"]
+    totals: Float[Array, " Q"]
+    counts: Float[Array, " Q"]
 
     @classmethod
     def of(cls, losses_B: Float[Array, " B"], level_B: Float[Array, " B"]) -> "BucketLosses":
-        """The losses of a batch, each in the bucket of its level."""
+        """Returns the losses of a batch, each in the bucket of its level."""
         bucket_B = jnp.clip((level_B * BUCKETS).astype(jnp.int32), 0, BUCKETS - 1)
         return cls(
             totals=jax.ops.segment_sum(losses_B, bucket_B, BUCKETS),
@@ -144,7 +235,7 @@ class BucketLosses:
         )
 
     def means(self) -> dict[str, float]:
-        """The mean loss of every bucket that has samples, by its range of timesteps."""
+        """Returns the mean loss of every bucket that has samples, by its range of timesteps."""
         width = TRAIN_TIMESTEPS // BUCKETS
         totals, counts = np.asarray(self.totals), np.asarray(self.counts)
         return {
@@ -152,3 +243,106 @@ class BucketLosses:
             for bucket, (total, count) in enumerate(zip(totals, counts, strict=True))
             if count
         }
+
+
+HIGH_NOISE, LOW_NOISE = "transformer", "transformer_2"
+
+
+class TrainedExperts(Enum):
+    """Selects what a run trains: one network for all levels, both experts, or one of them."""
+
+    SHARED = "shared"
+    BOTH = "both"
+    HIGH_NOISE = "high_noise"
+    LOW_NOISE = "low_noise"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSchedule:
+    """The experts of a run; with both, each gets steps in proportion to its share of draws.
+
+    `boundary` is the shifted noise level where they meet; None: a model with one transformer.
+    """
+
+    levels: NoiseLevels
+    boundary: float | None
+    trained: TrainedExperts = TrainedExperts.BOTH
+
+    def __post_init__(self) -> None:
+        if self.boundary is not None and not 0 < self.boundary < 1:
+            raise ValueError(f"boundary={self.boundary}: must be between 0 and 1")
+        if self.boundary is None and self.trained is not TrainedExperts.SHARED:
+            raise ValueError(
+                f"trained={self.trained.value!r}: a model without a boundary has one transformer; "
+                "use 'shared'"
+            )
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the trained transformers."""
+        return {
+            TrainedExperts.SHARED: (HIGH_NOISE,),
+            TrainedExperts.BOTH: (HIGH_NOISE, LOW_NOISE),
+            TrainedExperts.HIGH_NOISE: (HIGH_NOISE,),
+            TrainedExperts.LOW_NOISE: (LOW_NOISE,),
+        }[self.trained]
+
+    def levels_of(self, name: str) -> NoiseLevels:
+        """Returns the noise levels of a transformer."""
+        if self.trained is TrainedExperts.SHARED:
+            return self.levels
+        return self.levels.of_expert(name, self.boundary)
+
+    def at(self, step: int) -> str:
+        """Returns the transformer that is trained after `step` finished steps."""
+        if len(self.names) == 1:
+            return self.names[0]
+        share = self.levels_of(HIGH_NOISE).share
+        turn = math.floor((step + 1) * share) > math.floor(step * share)
+        return HIGH_NOISE if turn else LOW_NOISE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ClipBatch:
+    """Normalised latents of clips, and their captions: tokens or text embeddings."""
+
+    latents: Float[Array, "B F Y X C"]
+    captions: Captions | EncodedBefore
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanLoss:
+    """Weighted squared error of one expert's velocity over its noise levels."""
+
+    expert: str
+    transformer: AbstractModel[WanTransformer]
+    text: TextReader
+    attention: BlockAttention
+    layout: ActivationLayout
+    levels: NoiseLevels
+    weighting: LossWeighting
+    remat: RematPolicy = field(default_factory=RematPolicy)
+
+    def __call__(
+        self, values: Mapping[str, Values], batch: ClipBatch, key: PRNGKeyArray
+    ) -> tuple[Float[Array, ""], BucketLosses]:
+        level_key, noise_key, text_key = jax.random.split(key, 3)
+        levels = self.levels.draw(level_key, batch.latents.shape[0])
+        sample = add_noise(batch.latents.astype(jnp.float32), levels, noise_key)
+        model = self.transformer.merge(values[self.expert])
+        rows = self.text(values, batch.captions, text_key)
+        predicted = self._velocity(model, sample.latents, levels, rows)
+        losses = sample_losses(predicted, sample)
+        return jnp.mean(losses * self.weighting(levels)), BucketLosses.of(losses, levels)
+
+    def _velocity(self, model: Any, latents: Array, levels: Array, rows: Array) -> Array:
+        text = model.text_keys_values(rows.astype(model.dtype), layout=self.layout)
+        return model(
+            latents.astype(model.dtype),
+            timestep_of(levels),
+            text,
+            attention=self.attention,
+            layout=self.layout,
+            wrap_block=self.remat.wrap_block,
+        )

@@ -1,4 +1,4 @@
-"""Figures of a run: a line of JSON for every step, TensorBoard, and words for a person."""
+"""Metrics of a run: JSON lines, TensorBoard, and the FLOP count that utilisation refers to."""
 
 import json
 import time
@@ -9,13 +9,14 @@ from typing import IO, Any
 
 from tensorboardX import SummaryWriter
 
-from maxdiffusion.runtime.json_lines import whole_lines
-from maxdiffusion.training.flow_matching import BucketLosses
+from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.runtime.files import read_json_lines
+from maxdiffusion.training.loss import BucketLosses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What a step computes: video tokens, and TFLOP on each device (see `flops.py`)."""
+    """Work of a step: video tokens, and TFLOP on each device (`FORMULA`)."""
 
     tokens: int = 0
     tflops_per_device: float = 0.0
@@ -23,7 +24,7 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one step said of itself."""
+    """Metrics of one step."""
 
     step: int
     part: str
@@ -35,7 +36,7 @@ class Figures:
     work: Work = field(default_factory=Work)
 
     def as_json(self) -> dict[str, Any]:
-        """The figures with plain names, ready for json.dump."""
+        """Returns the metrics by name, ready for json.dump."""
         work = self.work
         line: dict[str, Any] = {
             "step": self.step,
@@ -50,16 +51,16 @@ class Figures:
         return line | {f"learning/{name}": value for name, value in self.named_details().items()}
 
     def named_details(self) -> Mapping[str, float]:
-        """The details by name: losses by timestep, or the parts of a loss."""
+        """Returns the details by name: losses by timestep, or the terms of a loss."""
         if isinstance(self.details, BucketLosses):
             return {f"loss_{name}": value for name, value in self.details.means().items()}
         return {name: float(value) for name, value in (self.details or {}).items()}
 
 
 class MetricsWriter:
-    """Writes every step as a line of JSON and to TensorBoard, each if it has a place.
+    """Writes every step to a file of JSON lines and to TensorBoard, each if it has a path.
 
-    Lines of steps that are trained again are dropped.
+    Drops the lines of steps that are trained again.
     """
 
     def __init__(self, path: Path | None, *, tensorboard: Path | None = None):
@@ -69,9 +70,9 @@ class MetricsWriter:
         self._board: SummaryWriter | None = None
 
     def start(self, finished: int) -> None:
-        """Opens both for a run that has `finished` steps behind it."""
+        """Opens both for a run with `finished` steps."""
         if self._tensorboard is not None:
-            # The library names files by the second, and a run continued at once would write over.
+            # The library names files by the second; a run continued within it would overwrite.
             self._board = SummaryWriter(
                 str(self._tensorboard),
                 purge_step=finished + 1,
@@ -80,7 +81,7 @@ class MetricsWriter:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line in whole_lines(self._path) if line["step"] <= finished]
+        kept = [line for line in read_json_lines(self._path) if line["step"] <= finished]
         self._file = self._path.open("w", encoding="utf-8")
         for line in kept:
             self._write(line)
@@ -106,3 +107,29 @@ class MetricsWriter:
         assert self._file is not None
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+BACKWARD = 2  # a backward pass costs two forward passes
+FORMULA = (
+    "3 x forward; per layer and clip: 8 S D^2 + 4 S^2 D (self), 4 S D^2 + 4 T D^2 + 4 S T D "
+    "(text), 4 S D M (feed-forward); S tokens, T text rows, D width, M inner width"
+)
+
+
+def forward_flops(config: WanTransformerConfig, tokens: int, text_rows: int) -> float:
+    """Returns the FLOP of one forward pass over one clip; a multiply-add counts two."""
+    width, inner = config.model_dim, config.ffn_dim
+    own = 8 * tokens * width**2 + 4 * tokens**2 * width
+    text = 4 * tokens * width**2 + 4 * text_rows * width**2 + 4 * tokens * text_rows * width
+    feed_forward = 4 * tokens * width * inner
+    patch = 4 * config.in_channels
+    ends = 2 * tokens * width * 2 * patch + 2 * text_rows * width * (config.text_dim + width)
+    return float(config.layers * (own + text + feed_forward) + ends)
+
+
+def step_work(
+    config: WanTransformerConfig, *, clips: int, tokens: int, text_rows: int, devices: int
+) -> Work:
+    """Returns the tokens of a step, and its TFLOP on each device."""
+    flops = (1 + BACKWARD) * clips * forward_flops(config, tokens, text_rows)
+    return Work(tokens=clips * tokens, tflops_per_device=flops / 1e12 / devices)

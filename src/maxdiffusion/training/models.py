@@ -1,4 +1,4 @@
-"""The parts of a model folder as training reads them, or draws them anew."""
+"""Reads the components of a model folder for training, or initialises them at random."""
 
 from typing import Any
 
@@ -7,55 +7,58 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from maxdiffusion.config.config import Config
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
+from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
+from maxdiffusion.config import Config
 from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh
+from maxdiffusion.models.abstract import AbstractModel, Values, fresh_values, values_of
+from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.models.umt5 import Umt5Encoder
+from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
+from maxdiffusion.models.vae.checkpoint import vae_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.training.latent_cache import Encode
-from maxdiffusion.training.parts import Part, Values, fresh_values, values_of
-from maxdiffusion.training.state import TrainState, first_state
+from maxdiffusion.training.data.latent_cache import Encode, EncodeText
+from maxdiffusion.training.step import TrainState, first_state
 from maxdiffusion.training.text import TEXT_ENCODER
-from maxdiffusion.training.text_cache import EncodeText
-from maxdiffusion.training.wan_training import WanTraining
-from maxdiffusion.weights.checkpoint_map import CheckpointMap
-from maxdiffusion.weights.folder import ModelFolder
-from maxdiffusion.weights.loading import ComponentSource, load_parameters
-from maxdiffusion.weights.transformer_map import transformer_map
-from maxdiffusion.weights.umt5_map import umt5_map
-from maxdiffusion.weights.vae_map import vae_map
+from maxdiffusion.training.wan import WanTraining
 
-WHOLE_CLIP_PIXELS = 8_000_000  # more than so many are encoded a latent frame at a time
+WHOLE_CLIP_PIXELS = 8_000_000  # longer clips are encoded one latent frame at a time
 
 
 def loaded(
-    folder: ModelFolder, name: str, part: Part[Any], table: CheckpointMap, mesh: Mesh | None
+    folder: ModelFolder,
+    name: str,
+    model: AbstractModel[Any],
+    table: CheckpointMap,
+    mesh: Mesh | None,
 ) -> Values:
-    """The parameters of one component as the part has them."""
-    source = ComponentSource(stored=folder.weights[name], table=table, abstract=part.variables)
+    """Returns the parameters of one component by dotted path."""
+    source = ComponentSource(stored=folder.weights[name], table=table, abstract=model.parameters)
     return values_of(load_parameters(source, mesh=mesh)[0])
 
 
 def vae_of(
     folder: ModelFolder, spec: WanSpec, mesh: Mesh | None = None
-) -> tuple[Part[WanVae], Values]:
-    """The autoencoder of a folder, in float32, on the mesh or (None) on one device."""
-    part: Part[WanVae] = Part.of(lambda rngs: WanVae(spec.vae, rngs=rngs))
-    return part, loaded(folder, "vae", part, vae_map(spec.vae), mesh)
+) -> tuple[AbstractModel[WanVae], Values]:
+    """Returns the autoencoder of a folder in float32, on the mesh or (None) on one device."""
+    model: AbstractModel[WanVae] = AbstractModel.of(lambda rngs: WanVae(spec.vae, rngs=rngs))
+    return model, loaded(folder, "vae", model, vae_map(spec.vae), mesh)
 
 
 def clip_encoder(folder: ModelFolder, spec: WanSpec) -> Encode:
-    """Turns bytes of clips into normalised latents (the most likely ones).
+    """Returns a function from clips (bytes) to the normalised means of their latents.
 
-    Each process works on its own; its devices share the clips of a batch.
+    Each process encodes its own clips; its devices share the clips of a batch.
     """
     devices = jax.local_devices()
     mesh = build_mesh(MeshShape(data=len(devices)), devices=devices)
-    part, values = vae_of(folder, spec, mesh)
+    model, values = vae_of(folder, spec, mesh)
 
     @jax.jit
     def encode(values: Values, videos: jax.Array) -> jax.Array:
-        vae = part.merge(values)
+        vae = model.merge(values)
         signed = videos.astype(jnp.float32) / 127.5 - 1.0
         whole = videos.size <= 3 * WHOLE_CLIP_PIXELS * len(devices)
         return vae.normalise(vae.encode(signed, chunk=ALL_FRAMES if whole else 1).mean)
@@ -71,16 +74,18 @@ def clip_encoder(folder: ModelFolder, spec: WanSpec) -> Encode:
 
 
 def text_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeText:
-    """Turns tokens of captions into the rows that transformers read; each process on its own."""
+    """Returns a function from caption tokens to text embeddings; each process runs its own."""
     devices = jax.local_devices()
     mesh = build_mesh(MeshShape(fsdp=len(devices)), devices=devices)
-    part: Part[Umt5Encoder] = Part.of(lambda rngs: Umt5Encoder(spec.text_encoder, rngs=rngs))
-    values = loaded(folder, TEXT_ENCODER, part, umt5_map(spec.text_encoder), mesh)
+    model: AbstractModel[Umt5Encoder] = AbstractModel.of(
+        lambda rngs: Umt5Encoder(spec.text_encoder, rngs=rngs)
+    )
+    values = loaded(folder, TEXT_ENCODER, model, umt5_map(spec.text_encoder), mesh)
 
     @jax.jit
     def encode(values: Values, ids: jax.Array, lengths: jax.Array) -> jax.Array:
         mask = jnp.arange(ids.shape[1])[None, :] < lengths[:, None]
-        return part.merge(values)(ids, mask, layout=ActivationLayout(mesh=mesh))
+        return model.merge(values)(ids, mask, layout=ActivationLayout(mesh=mesh))
 
     def run(ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         with jax.set_mesh(mesh):
@@ -89,20 +94,22 @@ def text_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeText:
     return run
 
 
-def first(config: Config, training: WanTraining, folder: ModelFolder, spec: WanSpec) -> TrainState:
-    """The state before the first step: the weights of the folder, or new ones.
+def initial_state(
+    config: Config, training: WanTraining, folder: ModelFolder, spec: WanSpec
+) -> TrainState:
+    """Returns the state before the first step: weights of the folder, or random ones.
 
-    `train_from_scratch` draws what is trained; a text encoder that is not trained is read.
+    `train_from_scratch` initialises what is trained; a frozen text encoder is always read.
     """
     tables = dict.fromkeys(training.experts.names, transformer_map(spec.transformer))
     tables[TEXT_ENCODER] = umt5_map(spec.text_encoder)
     builds = dict.fromkeys(training.experts.names, training.build_transformer)
     values = {}
-    for place, (name, part) in enumerate(training.parts.items()):
+    for offset, (name, model) in enumerate(training.models.items()):
         trained = name != TEXT_ENCODER or config.train_text_encoder
         if config.train_from_scratch and trained:
             build = builds.get(name, training.build_text_encoder)
-            values[name] = fresh_values(build, seed=config.seed + place, mesh=training.mesh)
+            values[name] = fresh_values(build, seed=config.seed + offset, mesh=training.mesh)
         else:
-            values[name] = loaded(folder, name, part, tables[name], training.mesh)
+            values[name] = loaded(folder, name, model, tables[name], training.mesh)
     return first_state(values, training.optimiser, seed=config.seed, mesh=training.mesh)

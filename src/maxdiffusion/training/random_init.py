@@ -1,22 +1,23 @@
-"""A model that has learnt nothing yet: sizes, a tokenizer for the captions, random weights."""
+"""Writes an untrained model: sizes, a tokenizer for the synthetic captions, random weights."""
 
+import json
 import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax.numpy as jnp
 from flax import nnx
-from transformers import T5Tokenizer
 
+from maxdiffusion.checkpoints.diffusers_folder import TOKENIZER
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
+from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
-from maxdiffusion.training.clips import every_word
-from maxdiffusion.training.export import NewPart, config_of, export_model
-from maxdiffusion.training.vae_training import as_pictures, first_bias
-from maxdiffusion.weights.transformer_map import transformer_map
-from maxdiffusion.weights.umt5_map import umt5_map
-from maxdiffusion.weights.vae_map import vae_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.training.data.synthetic import every_word
+from maxdiffusion.training.results import NewPart, config_of, export_model
+from maxdiffusion.training.vae import as_pictures, first_bias
 
 LATENT_CHANNELS = 16
 TEXT_WIDTH = 64
@@ -26,8 +27,8 @@ _LIKELY, _UNLIKELY = -4.0, -10.0  # log probabilities: a known word beats any sp
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlankSizes:
-    """The sizes of the small model for moving shapes."""
+class ModelSizes:
+    """Sizes of the small model for moving shapes."""
 
     transformer: WanTransformerConfig = field(
         default_factory=lambda: WanTransformerConfig(
@@ -57,11 +58,11 @@ class BlankSizes:
     )
 
 
-def write_blank_model(
-    template: Path, folder: Path, *, seed: int, sizes: BlankSizes | None = None
+def write_random_model(
+    template: Path, folder: Path, *, seed: int, sizes: ModelSizes | None = None
 ) -> None:
-    """Writes a diffusers folder with fresh weights; scheduler and index come from `template`."""
-    sizes = sizes or BlankSizes()
+    """Writes a diffusers folder with random weights; scheduler and index come from `template`."""
+    sizes = sizes or ModelSizes()
     staging = folder.with_name(f"{folder.name}-template")
     shutil.copytree(template, staging, dirs_exist_ok=True)
     try:
@@ -73,17 +74,19 @@ def write_blank_model(
 
 
 def write_tokenizer(folder: Path) -> int:
-    """Writes a T5 tokenizer with one piece for every word of the captions; returns its size."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Gives a T5 tokenizer one piece for every word of the captions; returns its size."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0)]
     words = [(WORD_START + word, _LIKELY) for word in every_word()]
     signs = [(sign, _UNLIKELY) for sign in (WORD_START, *_SIGNS)]
-    tokenizer = T5Tokenizer(vocab=special + words + signs, extra_ids=0, model_max_length=512)
-    tokenizer.save_pretrained(folder)
-    return len(tokenizer)
+    pieces = special + words + signs
+    file = folder / TOKENIZER
+    content = json.loads(file.read_text(encoding="utf-8"))
+    content["model"]["vocab"] = pieces
+    file.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
+    return len(pieces)
 
 
-def _parts(template: Path, sizes: BlankSizes, seed: int) -> dict[str, NewPart]:
+def _parts(template: Path, sizes: ModelSizes, seed: int) -> dict[str, NewPart]:
     size, text, vae = sizes.transformer, sizes.text, sizes.vae
     float32 = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     transformer = NewPart(
@@ -120,7 +123,7 @@ def _fresh_vae(config: WanVaeConfig, seed: int) -> nnx.State:
 
 
 def transformer_json(config: WanTransformerConfig) -> dict[str, object]:
-    """The sizes of a transformer by diffusers' names."""
+    """Returns the sizes of a transformer by diffusers' names."""
     return {
         "num_layers": config.layers,
         "num_attention_heads": config.heads,
@@ -135,7 +138,7 @@ def transformer_json(config: WanTransformerConfig) -> dict[str, object]:
 
 
 def text_json(config: Umt5Config) -> dict[str, object]:
-    """The sizes of a text encoder by transformers' names."""
+    """Returns the sizes of a text encoder by transformers' names."""
     return {
         "vocab_size": config.vocab,
         "d_model": config.width,
@@ -148,7 +151,7 @@ def text_json(config: Umt5Config) -> dict[str, object]:
 
 
 def vae_json(config: WanVaeConfig) -> dict[str, object]:
-    """The sizes and statistics of an autoencoder by diffusers' names."""
+    """Returns the sizes and statistics of an autoencoder by diffusers' names."""
     return {
         "base_dim": config.base_dim,
         "z_dim": config.z_dim,

@@ -1,41 +1,105 @@
-"""What comes out of a training: the model as a diffusers folder, and sample videos on the way."""
+"""Results of a training: sample videos on the way, and the model as a diffusers folder."""
 
-from dataclasses import dataclass
+import json
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import lcm
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
-from maxdiffusion.commands.generate import say
-from maxdiffusion.commands.pipeline_settings import pipeline_settings, sampler, video_shape
-from maxdiffusion.config.config import Config
-from maxdiffusion.config.validation import guidance_scales
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
+from maxdiffusion.checkpoints.export import ExportOptions, export_component, help_export
+from maxdiffusion.checkpoints.load import load_parameters
+from maxdiffusion.config import Config
+from maxdiffusion.distributed.coordination import barrier
+from maxdiffusion.generation.settings import (
+    guidance_scales,
+    pipeline_settings,
+    sampler,
+    video_shape,
+)
 from maxdiffusion.mesh import parameter_sharding
-from maxdiffusion.pipelines.loading import WanParameters, component_sources
-from maxdiffusion.pipelines.programs import Workshop
-from maxdiffusion.pipelines.prompts import PromptTokenizer
+from maxdiffusion.models.checkpoint_map import CheckpointMap
+from maxdiffusion.models.umt5.checkpoint import umt5_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.wan import WanPipeline
-from maxdiffusion.runtime.disk import writing
-from maxdiffusion.runtime.places import place
+from maxdiffusion.pipelines.text import PromptTokenizer
+from maxdiffusion.pipelines.wan import WanParameters, WanPipeline, component_sources
+from maxdiffusion.runtime.files import as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
-from maxdiffusion.training.experts import HIGH_NOISE, LOW_NOISE, TrainedExperts
-from maxdiffusion.training.export import NewPart, export_model
-from maxdiffusion.training.state import TrainState
+from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts
+from maxdiffusion.training.step import TrainState
 from maxdiffusion.training.text import TEXT_ENCODER
-from maxdiffusion.training.wan_training import WanTraining
-from maxdiffusion.weights.folder import ModelFolder
-from maxdiffusion.weights.loading import load_parameters
-from maxdiffusion.weights.transformer_map import transformer_map
-from maxdiffusion.weights.umt5_map import umt5_map
+from maxdiffusion.training.wan import WanTraining
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewPart:
+    """A component to export: new weights, their checkpoint map, and its config.json."""
+
+    state: nnx.State
+    table: CheckpointMap
+    config: Mapping[str, Any] = field(repr=False)
+
+
+def export_model(
+    template: Path, folder: Path, parts: Mapping[str, NewPart], *, dtype: np.dtype | None = None
+) -> None:
+    """Writes a new `folder` with the components `parts`, and copies the rest of `template`.
+
+    The first process writes, and all must call it.
+    """
+    if jax.process_index() != 0:
+        for part in parts.values():
+            help_export(part.state, part.table)
+        barrier("export")
+        return
+    with new_folder(folder) as unfinished:
+        for source in sorted(template.iterdir()):
+            if source.name in parts:
+                continue
+            if source.is_dir():
+                shutil.copytree(source, unfinished / source.name)
+            else:
+                shutil.copy2(source, unfinished / source.name)
+        for name, part in parts.items():
+            stem = "model" if name == TEXT_ENCODER else "diffusion_pytorch_model"
+            config = dict(part.config)
+            if name == TEXT_ENCODER and dtype is not None:
+                config["dtype"] = str(dtype)  # transformers loads in this dtype
+            export_component(
+                part.state,
+                part.table,
+                unfinished / name,
+                config=config,
+                options=ExportOptions(dtype=dtype, stem=stem),
+            )
+    barrier("export")
+
+
+def config_of(template: Path, component: str, **changes: Any) -> dict[str, Any]:
+    """Returns the config.json of a component with some values changed; lists for tuples."""
+    held = json.loads((template / component / "config.json").read_text())
+    plain = {
+        key: list(value) if isinstance(value, tuple) else value for key, value in changes.items()
+    }
+    return held | plain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model that is trained: its config, folder and spec, and the training."""
+    """The model that is trained: config, folder, spec and training."""
 
     config: Config
     folder: ModelFolder
@@ -43,16 +107,16 @@ class Model:
     training: WanTraining
 
     def states(self, state: TrainState) -> dict[str, nnx.State]:
-        """The running means as models; a network for all noise levels stands for both experts."""
+        """Returns the running means as states; a shared transformer becomes both experts."""
         training = self.training
-        states = {name: part.state(state.ema[name]) for name, part in training.parts.items()}
+        states = {name: part.state(state.ema[name]) for name, part in training.models.items()}
         if training.experts.trained is TrainedExperts.SHARED:
             states |= dict.fromkeys(self.spec.experts, states[HIGH_NOISE])
         return states
 
 
 def export(model: Model, state: TrainState) -> None:
-    """Writes the trained model as a diffusers folder; what was not trained is copied."""
+    """Writes the trained model as a diffusers folder; copies components that were not trained."""
     config, spec = model.config, model.spec
     tables = dict.fromkeys((HIGH_NOISE, LOW_NOISE), transformer_map(spec.transformer))
     tables[TEXT_ENCODER] = umt5_map(spec.text_encoder)
@@ -60,53 +124,53 @@ def export(model: Model, state: TrainState) -> None:
         name: NewPart(state=part, table=tables[name], config=model.folder.configs[name])
         for name, part in model.states(state).items()
     }
-    folder = place(config.export_dir)
+    folder = as_path(config.export_dir)
     with writing("the trained model", folder):
         export_model(model.folder.root, folder, parts, dtype=np.dtype(config.weights_dtype))
-    say(f"wrote {config.export_dir}")
+    logger.info(f"wrote {config.export_dir}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleVideos:
-    """Writes a video of the config's prompt with the running means, whenever it is called."""
+    """Writes a video of the config's prompt with the running means of a state."""
 
     model: Model
 
     def __call__(self, state: TrainState) -> None:
         states = self.model.states(state)
         if any(name not in states for name in self.model.spec.experts):
-            say("no sample: it needs both experts")
+            logger.info("no sample: it needs both experts")
             return
         config = self.model.config
         pipeline = self._pipeline.with_parameters(self._parameters(states))
         request = self._request
         *_, (latents, _) = pipeline.denoise(request, pipeline.condition(request))
         frames = np.asarray(pipeline.decode(request, np.asarray(latents)[0]))
-        path = place(config.output_dir) / f"step_{int(state.step):06d}.mp4"
+        path = as_path(config.output_dir) / f"step_{int(state.step):06d}.mp4"
         if jax.process_index() == 0:
             write_video(path, frames, fps=config.fps)
-            say(f"wrote {path}")
+            logger.info(f"wrote {path}")
 
     @cached_property
-    def _workshop(self) -> Workshop:
+    def _builder(self) -> ProgramBuilder:
         model = self.model
-        return Workshop(
+        return ProgramBuilder(
             spec=model.spec.with_scan(model.config.scan_layers),
-            settings=pipeline_settings(model.config),
+            settings=pipeline_settings(model.config, model.config.attention),
             mesh=model.training.mesh,
         )
 
     @cached_property
     def _pipeline(self) -> WanPipeline:
-        """The pipeline whose programs are compiled by the first sample, and serve all."""
+        """The pipeline; the first sample compiles its programs, and the later ones reuse them."""
         tokenizer = PromptTokenizer.load(self.model.folder.root / "tokenizer")
-        models = self._workshop.models
+        models = self._builder.models
         empty = WanParameters(
             transformers={},
             vae=models.vae.parameters,
             text_encoder=models.text_encoder.parameters,
         )
-        return WanPipeline(workshop=self._workshop, parameters=empty, tokenizer=tokenizer)
+        return WanPipeline(builder=self._builder, parameters=empty, tokenizer=tokenizer)
 
     @cached_property
     def _vae(self) -> nnx.State:
@@ -114,7 +178,7 @@ class SampleVideos:
 
     @cached_property
     def _request(self) -> Request:
-        """One video, repeated until the data axis divides the rows of a batch."""
+        """The request for one video, repeated until the data axis divides the batch."""
         config, mesh = self.model.config, self.model.training.mesh
         scales = guidance_scales(config)
         copies = 2 if scales.active else 1
@@ -131,8 +195,8 @@ class SampleVideos:
         )
 
     def _parameters(self, states: dict[str, nnx.State]) -> WanParameters:
-        """The weights of a sample: those of the run, and from the folder what is not trained."""
-        models, mesh = self._workshop.models, self._workshop.mesh
+        """Returns the weights of a sample: those of the run, and frozen ones from the folder."""
+        models, mesh = self._builder.models, self._builder.mesh
         text = states.get(TEXT_ENCODER)
         like = models.transformer.parameters
         return WanParameters(
@@ -146,12 +210,12 @@ class SampleVideos:
         )
 
     def _read(self, name: str) -> nnx.State:
-        source = component_sources(self.model.folder, self._workshop)[name]
-        return load_parameters(source, mesh=self._workshop.mesh)[0]
+        source = component_sources(self.model.folder, self._builder)[name]
+        return load_parameters(source, mesh=self._builder.mesh)[0]
 
 
 def placed(state: nnx.State, like: nnx.State, mesh: jax.sharding.Mesh) -> nnx.State:
-    """The parameters in the dtypes and places that the programs of a pipeline want."""
+    """Returns the parameters in the dtypes and shardings of a pipeline's programs."""
     held = dict(nnx.to_flat_state(state))
     return nnx.from_flat_state(
         [

@@ -1,80 +1,96 @@
-"""The loop: batches in, checkpoints, figures and samples out, until all steps are done."""
+"""The training loop, the same for experts and autoencoder.
 
+    newest checkpoint or initial state -> (batch -> step -> metrics, checkpoint, sample) x steps
+
+A SIGTERM ends the loop after the current step, with a checkpoint.
+"""
+
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
 
-from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.problems import RunFailed
+from maxdiffusion.config import Config
+from maxdiffusion.distributed.coordination import listen_for_preemption
+from maxdiffusion.errors import RunFailed
+from maxdiffusion.generation.settings import profile_plan
+from maxdiffusion.runtime.files import as_path, check_free_space
 from maxdiffusion.runtime.profiling import Profiler
-from maxdiffusion.runtime.stopping import asked_to_stop
-from maxdiffusion.training.checkpoints import Checkpoints
-from maxdiffusion.training.data import Batches
-from maxdiffusion.training.metrics import Figures, Work
-from maxdiffusion.training.state import TrainState
-from maxdiffusion.training.step import Step
+from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
+from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
+from maxdiffusion.training.data.batches import Batches
+from maxdiffusion.training.metrics import Figures, MetricsWriter, Work
+from maxdiffusion.training.step import Step, TrainState
 
 Report = Callable[[Figures], None]
-Visit = Callable[[TrainState], None]
-WorkOf = Callable[[Any], Work]  # what a step on a batch computes
+OnSample = Callable[[TrainState], None]
+WorkOf = Callable[[Any], Work]  # batch -> tokens and TFLOP of a step
+
+logger = logging.getLogger(__name__)
+LOG_EVERY = 50  # steps
 
 
 class LossNotFinite(RunFailed):
-    """The loss is not a number any more."""
+    """The loss or its gradient is not finite."""
 
 
 class Stopped(RunFailed):
-    """The run was asked to end early, and can be continued."""
+    """The run was preempted and can be continued."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopPlan:
-    """How long to train, and what to do every so many steps (0: never)."""
+    """The number of steps, and the intervals of checkpoints and samples (0: never)."""
 
     steps: int
     checkpoint_every: int = 0
-    visit_every: int = 0  # sample videos
-    program_at: Callable[[int], str] = field(default=lambda step: "", compare=False)
+    sample_every: int = 0
+    expert_at: Callable[[int], str] = field(default=lambda step: "", compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("steps", "checkpoint_every", "visit_every"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 0")
+        for name, value in (
+            ("steps", self.steps),
+            ("checkpoint_every", self.checkpoint_every),
+            ("sample_every", self.sample_every),
+        ):
+            if value < 0:
+                raise ValueError(f"{name}={value}: must be at least 0")
 
 
 class Loop:
-    """Runs steps from where a state stands; the state it was given is used up."""
+    """Runs the remaining steps of a state, whose buffers are donated."""
 
     def __init__(
         self,
         plan: LoopPlan,
-        programs: Mapping[str, Step],
+        steps: Mapping[str, Step],
         batches: Batches,
         *,
         checkpoints: Checkpoints | None = None,
         report: Report = lambda figures: None,
-        visit: Visit = lambda state: None,
+        on_sample: OnSample = lambda state: None,
         work_of: WorkOf = lambda batch: Work(),
         profiler: Profiler | None = None,
     ):
         self._plan = plan
-        self._programs = programs
+        self._steps = steps
         self._batches = batches
         self._checkpoints = checkpoints
         self._report = report
-        self._visit = visit
+        self._on_sample = on_sample
         self._work_of = work_of
         self._profiler = profiler or Profiler(None)
 
     def run(self, state: TrainState) -> TrainState:
-        """The state after the last step; a SIGTERM saves a checkpoint and raises Stopped."""
+        """Returns the state after the last step. A SIGTERM saves it and raises Stopped."""
         plan, saved = self._plan, -1
-        with asked_to_stop() as asked, closing(self._profiler):
+        with listen_for_preemption() as asked, closing(self._profiler):
             for step in range(int(state.step), plan.steps):
                 with self._profiler.step():
                     state = self._step(step, state)
@@ -82,8 +98,8 @@ class Loop:
                 stop = asked(done)
                 if _due(done, plan.checkpoint_every) or (stop and self._checkpoints):
                     saved = self._save(state)
-                if _due(done, plan.visit_every):
-                    self._visit(state)
+                if _due(done, plan.sample_every):
+                    self._on_sample(state)
                 if stop:
                     raise self._stopped(done)
         if saved != int(state.step):
@@ -93,12 +109,12 @@ class Loop:
         return state
 
     def _step(self, step: int, state: TrainState) -> TrainState:
-        name = self._plan.program_at(step)
-        MARKS.reach(f"training step {step + 1}")
+        name = self._plan.expert_at(step)
+        PROGRESS.checkpoint(f"training step {step + 1}")
         batch = next(self._batches)
         began = time.perf_counter()
         with jax.profiler.StepTraceAnnotation("train", step_num=step):
-            state, report = self._programs[name](state, batch)
+            state, report = self._steps[name](state, batch)
             loss = float(report.loss)  # waits for the step
         if not math.isfinite(loss) or not math.isfinite(float(report.gradient_norm)):
             raise self._not_finite(step + 1, loss)
@@ -145,3 +161,100 @@ class Loop:
 
 def _due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The inputs of a loop: a step per expert, the schedule of experts, and the batches."""
+
+    steps: Mapping[str, Step]
+    expert_at: Callable[[int], str] = field(compare=False)
+    batches: Batches
+    work_of: WorkOf = field(default=lambda batch: Work(), compare=False)
+    on_sample: OnSample = field(default=lambda state: None, compare=False)
+
+
+def train_steps(config: Config, run: Run, initial: TrainState) -> TrainState:
+    """Returns the state after the last step, from the newest checkpoint or the initial state."""
+    folder = as_path(config.checkpoint_dir)
+    checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
+    try:
+        check_room(checkpoints, initial, config.keep_checkpoints)
+        state = newest(checkpoints, run.batches, initial)
+        return loop(config, run, checkpoints, state)
+    finally:
+        checkpoints.close()
+
+
+def check_room(checkpoints: Checkpoints, state: TrainState, keep: int) -> None:
+    """Raises ProblemsFound if the checkpoints of a run do not fit on the disk.
+
+    One more than is kept has to fit: the oldest is removed after the newest is complete.
+    """
+    size = sum(array.nbytes for array in flat_arrays(state).values())
+    missing = max(1, keep + 1 - len(checkpoints.steps))
+    check_free_space("checkpoint_dir", checkpoints.folder, missing * size)
+
+
+def newest(checkpoints: Checkpoints, batches: Batches, initial: TrainState) -> TrainState:
+    """Returns the state of the newest checkpoint, or the initial one; seeks the batches."""
+    restored = checkpoints.restore(initial)
+    if restored is None:
+        return initial
+    batches.seek(restored.data)
+    logger.info(f"continuing after step {int(restored.state.step)} from {checkpoints.folder}")
+    return restored.state
+
+
+def loop(config: Config, run: Run, checkpoints: Checkpoints, state: TrainState) -> TrainState:
+    """Returns the state after the last step; writes metrics and shows progress."""
+    plan = LoopPlan(
+        steps=config.max_train_steps,
+        checkpoint_every=max(0, config.checkpoint_every),
+        sample_every=config.sample_every,
+        expert_at=run.expert_at,
+    )
+    metrics = metrics_writer(config)
+    metrics.start(int(state.step))
+    try:
+        with steps_bar("Training", max(0, plan.steps - int(state.step))) as advance:
+            return Loop(
+                plan,
+                run.steps,
+                run.batches,
+                checkpoints=checkpoints,
+                report=reporter(metrics, advance, plan.steps),
+                on_sample=run.on_sample,
+                work_of=run.work_of,
+                profiler=Profiler(profile_plan(config)),
+            ).run(state)
+    finally:
+        metrics.close()
+
+
+def metrics_writer(config: Config) -> MetricsWriter:
+    """Returns the writer of a run's metrics; only the first process writes."""
+    if jax.process_index() != 0:
+        return MetricsWriter(None)
+    return MetricsWriter(
+        Path(config.metrics_file).expanduser() if config.metrics_file else None,
+        tensorboard=Path(config.tensorboard_dir).expanduser() if config.tensorboard_dir else None,
+    )
+
+
+def reporter(
+    metrics: MetricsWriter, advance: Advance, steps: int, every: int = LOG_EVERY
+) -> Report:
+    """Returns a function that writes the metrics of a step and logs some of them."""
+
+    def report(figures: Figures) -> None:
+        metrics(figures)
+        advance()
+        if figures.step % every == 0 or figures.step in (1, steps):
+            parts = " ".join(f"{k}={v:.4f}" for k, v in figures.named_details().items())
+            logger.info(
+                f"step {figures.step}/{steps} {figures.part} loss {figures.loss:.4f} "
+                f"norm {figures.gradient_norm:.3f} {figures.seconds:.3f} s/step {parts}"
+            )
+
+    return report

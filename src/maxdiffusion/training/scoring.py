@@ -1,7 +1,7 @@
-"""Reads colour, shape, motion and background off the frames of a clip.
+"""Recognises colour, shape, motion and background in the frames of a synthetic clip.
 
-frames -> background (the border) -> what differs from it -> parts that hang together in space
-and time -> for each: colour of its core, path and area over time, best fitting shape
+frames -> background (the border) -> mask of other pixels -> connected components in space and time
+-> for each: colour of its core, path and area over time, best fitting shape
 """
 
 import math
@@ -12,10 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, UInt8
 from scipy import ndimage
 
-from maxdiffusion.training.clips.rendering import outside
-from maxdiffusion.training.clips.scene import BACKGROUNDS, COLOURS, SHAPES, Rgb, Scene
+from maxdiffusion.training.data.synthetic import BACKGROUNDS, COLOURS, SHAPES, Rgb, Scene, outside
 
-# Distances of colours, in steps of 255; the nearest colour and background are 108 apart.
+# Distances of colours, channels from 0 to 255; the nearest colour and background are 108 apart.
 DIFFERS = 55.0
 LEAST_PIXELS = 30  # of a part in a frame, on average; the smallest shape drawn has 110
 STILL_PIXELS = 5.0  # of 64: the slowest motion goes 10.5 along each of two axes
@@ -28,7 +27,7 @@ Alpha = Float[np.ndarray, "F Y X"]
 
 @dataclass(frozen=True, kw_only=True)
 class SeenObject:
-    """One shape as it was read off the frames."""
+    """One recognised shape."""
 
     colour: str
     shape: str
@@ -37,7 +36,7 @@ class SeenObject:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A clip as it was read: its background and its shapes from left to right."""
+    """A recognised clip: its background, and its shapes from left to right."""
 
     background: str
     objects: tuple[SeenObject, ...]
@@ -45,7 +44,7 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """What of a wanted scene was seen; with two shapes, a mark is given if both are right."""
+    """Properties of a scene that were recognised; with two shapes, both must be right."""
 
     colour: bool
     shape: bool
@@ -54,7 +53,7 @@ class Marks:
 
     @property
     def all_right(self) -> bool:
-        """Whether nothing is wrong."""
+        """True if every property is right."""
         return self.colour and self.shape and self.motion and self.background
 
 
@@ -64,7 +63,7 @@ def score(frames: Clip, wanted: Scene) -> Marks:
 
 
 def compare(seen: Seen, wanted: Scene) -> Marks:
-    """Compares what was read with what should be there."""
+    """Compares a recognised clip with the wanted scene."""
     objects = sorted(wanted.objects, key=lambda moving: moving.column)
     same_count = len(seen.objects) == len(objects)
     pairs = list(zip(seen.objects, objects, strict=False)) if same_count else []
@@ -77,7 +76,7 @@ def compare(seen: Seen, wanted: Scene) -> Marks:
 
 
 def read_clip(frames: Clip) -> Seen:
-    """What a clip shows."""
+    """Returns the background and the shapes of a clip."""
     pixels = frames.astype(np.float32)
     border = np.concatenate([pixels[:, :2].reshape(-1, 3), pixels[:, -2:].reshape(-1, 3)])
     backdrop = np.median(border, axis=0)
@@ -87,12 +86,12 @@ def read_clip(frames: Clip) -> Seen:
 
 
 def nearest(colour: Float[np.ndarray, " 3"], known: Mapping[str, Rgb]) -> str:
-    """The name of the known colour that is least far away."""
+    """Returns the name of the nearest known colour."""
     return min(known, key=lambda name: float(np.linalg.norm(colour - np.asarray(known[name]))))
 
 
 def _parts(mask: Bool[np.ndarray, "F Y X"]) -> list[Bool[np.ndarray, "F Y X"]]:
-    """Regions that hang together in space and time, from left to right; specks are left out."""
+    """Returns the large connected components in space and time, from left to right."""
     labels, count = ndimage.label(mask)
     regions = [labels == number for number in range(1, count + 1)]
     large = [region for region in regions if region.sum() >= LEAST_PIXELS * len(mask)]
@@ -107,7 +106,7 @@ def _read_object(
 ) -> SeenObject:
     core = part & (differs >= np.median(differs[part]))
     colour = np.median(pixels[core], axis=0)
-    # A little around the part belongs to it: the soft edge that the threshold cut off.
+    # The threshold cut off the soft edge: add it again.
     around = ndimage.binary_dilation(part, np.ones((1, 3, 3)), iterations=2)
     ray = colour - backdrop
     share = (pixels - backdrop) @ ray / float(ray @ ray)
@@ -118,7 +117,7 @@ def _read_object(
 
 
 def read_motion(alpha: Alpha) -> str:
-    """The motion of a covered region: growth if its area changes, else the way of its centre."""
+    """Returns the motion of a region: growth if its area changes, else that of its centre."""
     areas, rows, columns = _moments(alpha)
     time = np.linspace(-0.5, 0.5, len(alpha))
     if len(alpha) == 1:
@@ -133,12 +132,12 @@ def read_motion(alpha: Alpha) -> str:
 
 
 def read_shape(alpha: Alpha) -> str:
-    """The shape whose picture, of the same area and centre, overlaps the region best."""
+    """Returns the shape that, with the same area and centre, overlaps the region best."""
     return max(SHAPES, key=lambda shape: _overlap(alpha, shape))
 
 
 def _overlap(alpha: Alpha, shape: str) -> float:
-    """The shared part of region and shape over their union, over all frames, at the best size."""
+    """Returns intersection over union of region and shape, over all frames, at the best size."""
     areas, rows, columns = _moments(alpha)
     at = np.arange(alpha.shape[1], dtype=np.float32)
     down = at[None, :, None] - rows[:, None, None]
@@ -153,7 +152,7 @@ def _overlap(alpha: Alpha, shape: str) -> float:
 
 
 def _moments(alpha: Alpha) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Area, centre row and centre column of every frame."""
+    """Returns area, centre row and centre column of every frame."""
     areas = alpha.sum(axis=(1, 2))
     safe = np.maximum(areas, 1e-6)
     rows = (alpha.sum(axis=2) * np.arange(alpha.shape[1])).sum(axis=1) / safe

@@ -1,6 +1,6 @@
-"""From the keys of a config to the values that a training is built from."""
+"""Builds the values of a training from the fields of a config."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,49 +9,64 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxdiffusion.commands.pipeline_settings import attention_options
-from maxdiffusion.config.config import Config
-from maxdiffusion.config.output_checks import disk_problems, storage_problems, writing_problems
-from maxdiffusion.config.validation import resolve_mesh
+from maxdiffusion.config import Config
+from maxdiffusion.config.validate import check_object_storage, check_on_disk, check_writable
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.generation.job import resolve_mesh
+from maxdiffusion.generation.settings import attention_options
 from maxdiffusion.mesh import build_mesh
-from maxdiffusion.mesh.devices import slice_index
+from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.training.clips import ClipFormat
-from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
-from maxdiffusion.training.flow_matching import BellWeighting, EvenWeighting, NoiseLevels
-from maxdiffusion.training.latent_cache import CaptionedClips
-from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate, Optimiser
-from maxdiffusion.training.remat import Remat, RematPolicy
-from maxdiffusion.training.sources import SyntheticClips
-from maxdiffusion.training.video_folder import ClipSize, VideoClips, videos_in
-from maxdiffusion.training.wan_training import BatchShape, TextSource, WanTraining
+from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.training.data.latent_cache import CaptionedClips
+from maxdiffusion.training.data.synthetic import ClipFormat
+from maxdiffusion.training.data.video_folder import ClipSize, VideoClips, videos_in
+from maxdiffusion.training.loss import (
+    BellWeighting,
+    EvenWeighting,
+    ExpertSchedule,
+    NoiseLevels,
+    Remat,
+    RematPolicy,
+    TrainedExperts,
+)
+from maxdiffusion.training.step import Clipping, Decay, LearningRate, Optimiser
+from maxdiffusion.training.wan import BatchShape, TextSource, WanTraining
 
 CAPTION_BUCKETS = (32, 64, 128, 256)
 
 
 def training_mesh(config: Config, heads: int | None) -> Mesh:
-    """The mesh that a config asks for on the devices that are there."""
+    """Returns the mesh of a config over the available devices."""
     devices = jax.devices()
     slices = len({*map(slice_index, devices)})
     split = resolve_mesh(config, len(devices), slices, heads)
     return build_mesh(split.ici, dcn=split.dcn)
 
 
-def folder_problems(config: Config, *names: str) -> Iterator[Problem]:
-    """Problems with the keys that must name folders, and with other places that are written to."""
-    for name in names:
-        if not config.values[name]:
-            rule, remedy = "training needs a folder of its own", f"Set {name}=FOLDER"
-            yield Problem(name=name, value="", rule=rule, remedy=remedy)
-    for name in (*names, "export_dir", "output_dir"):
-        yield from writing_problems(name, config.values[name], Path(config.values[name]))
-    yield from storage_problems(config, *names, "export_dir", "output_dir", "jax_cache_dir")
-    yield from disk_problems(config, "metrics_file", "tensorboard_dir")
+def check_folders(config: Config, **required: str) -> None:
+    """Checks the folders that must be given (by field name) and all that training writes to."""
+    rule = "training needs a folder of its own"
+    problems = Collector(
+        [
+            Problem(name=name, value="", rule=rule, remedy=f"Set {name}=FOLDER")
+            for name, path in required.items()
+            if not path
+        ]
+    )
+    written = {**required, "export_dir": config.export_dir, "output_dir": config.output_dir}
+    for name, path in written.items():
+        with problems:
+            check_writable(name, path, Path(path))
+    with problems:
+        check_object_storage(**written, jax_cache_dir=config.jax_cache_dir)
+    with problems:
+        check_on_disk(metrics_file=config.metrics_file, tensorboard_dir=config.tensorboard_dir)
+    problems.raise_if_any()
 
 
 def optimiser(config: Config) -> Optimiser:
-    """AdamW and its rate."""
+    """Returns AdamW and its learning rate."""
     schedule = config.learning_rate_schedule_steps
     rate = LearningRate(
         peak=config.learning_rate,
@@ -73,7 +88,7 @@ def optimiser(config: Config) -> Optimiser:
 
 
 def clipping_of(config: Config) -> tuple[Clipping, float]:
-    """What of the gradient is limited, and to what."""
+    """Returns the kind of gradient clipping, and its limit."""
     by_norm, by_value = config.opt_enable_grad_global_norm_clipping, config.opt_enable_grad_clipping
     if by_norm and by_value:
         rule = "gradients are clipped by their norm or by value, not both"
@@ -86,7 +101,7 @@ def clipping_of(config: Config) -> tuple[Clipping, float]:
 
 
 def experts(config: Config, spec: WanSpec) -> ExpertSchedule:
-    """Which transformer is trained when."""
+    """Returns the schedule of the trained experts."""
     one = spec.boundary_ratio is None
     trained = TrainedExperts.SHARED if one else TrainedExperts(config.train_experts)
     return ExpertSchedule(
@@ -97,7 +112,7 @@ def experts(config: Config, spec: WanSpec) -> ExpertSchedule:
 
 
 def windows(config: Config) -> CaptionedClips:
-    """The clips that an autoencoder trains on: those of the config, or a window of each."""
+    """Returns the clips that an autoencoder trains on: whole ones, or a window of each."""
     whole = clips(config)
     if not config.synthetic_window:
         return whole
@@ -112,7 +127,7 @@ def windows(config: Config) -> CaptionedClips:
 
 
 def clips(config: Config) -> CaptionedClips:
-    """The clips that a config names."""
+    """Returns the clips of a config."""
     if config.dataset_type == "videos":
         folder = Path(config.train_data_dir).expanduser()
         return VideoClips(videos=videos_in(folder), size=clip_size(config))
@@ -133,12 +148,12 @@ def clips(config: Config) -> CaptionedClips:
 
 
 def clip_size(config: Config) -> ClipSize:
-    """The one size that clips have where there are no buckets."""
+    """Returns the size of clips without buckets."""
     return ClipSize(frames=config.num_frames, height=config.height, width=config.width)
 
 
 def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> BatchShape:
-    """How much is trained on at once."""
+    """Returns the shape of a batch."""
     return BatchShape(
         clips=config.global_batch_size or len(jax.devices()),
         latent=latent,
@@ -149,7 +164,7 @@ def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> Ba
 
 
 def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSource) -> WanTraining:
-    """The training of a config."""
+    """Returns the training of a config."""
     rate = config.text_encoder_learning_rate / config.learning_rate
     return WanTraining(
         transformer=spec.with_scan(config.scan_layers).transformer,
@@ -178,7 +193,7 @@ def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSou
 
 
 def caption_length(captions: CaptionedClips, tokenize: Callable[[str], Any], limit: int) -> int:
-    """The bucket that the longest caption fits into."""
+    """Returns the length to which captions are padded: the bucket of the longest one."""
     longest = max(len(tokenize(captions.caption(index))) for index in range(len(captions)))
     fitting = [size for size in CAPTION_BUCKETS if longest <= size < limit]
     return fitting[0] if fitting else limit - 1

@@ -1,32 +1,208 @@
-"""One step of training: gradient (in pieces if need be), clipping, AdamW, running mean."""
+"""One training step: gradient (accumulated over microbatches), clipping, AdamW, running mean.
+
+    (TrainState, batch) --make_step--> (TrainState, StepReport)
+
+`TrainState` holds everything that a step changes; checkpoints save and restore it.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PRNGKeyArray
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from maxdiffusion.training.optimiser import Optimiser
-from maxdiffusion.training.parts import Values
-from maxdiffusion.training.state import TrainState
+from maxdiffusion.models.abstract import AbstractModel, Values, master
 
 
+class Decay(Enum):
+    """Names the course of the learning rate after the warm-up."""
+
+    CONSTANT = "constant"
+    COSINE = "cosine"
+
+
+class Clipping(Enum):
+    """Names what of the gradient is clipped."""
+
+    NONE = "none"
+    GLOBAL_NORM = "global_norm"
+    VALUE = "value"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRate:
+    """Learning rate: linear warm-up to `peak`, then constant, or a cosine down to a share."""
+
+    peak: float
+    steps: int
+    warmup_share: float = 0.1
+    decay: Decay = Decay.CONSTANT
+    final_share: float = 0.02
+
+    def __post_init__(self) -> None:
+        if not self.peak > 0 or self.steps < 1:
+            raise ValueError(f"peak={self.peak}, steps={self.steps}: both must be above 0")
+        if not 0 <= self.warmup_share <= 1 or not 0 <= self.final_share <= 1:
+            raise ValueError("warmup_share and final_share: must be between 0 and 1")
+
+    def __call__(self, step: Int[Array, ""]) -> Float[Array, ""]:
+        """Returns the rate of the step after `step` finished ones."""
+        warmup = max(1, round(self.warmup_share * self.steps))
+        rising = (step + 1) / warmup
+        if self.decay is Decay.CONSTANT:
+            return self.peak * jnp.minimum(rising, 1.0)
+        falling = optax.cosine_decay_schedule(
+            1.0, max(1, self.steps - warmup), alpha=self.final_share
+        )
+        return self.peak * jnp.minimum(rising, falling((step - warmup).astype(jnp.float32)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimiser:
+    """AdamW, gradient clipping and the running mean of parameters.
+
+    `rates` scale the learning rate of single models, such as a text encoder. The decay of the
+    running mean after n steps is (1 + n) / (10 + n) up to `ema_decay`, so that it does not hold on
+    to the random start.
+    """
+
+    learning_rate: LearningRate
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clipping: Clipping = Clipping.NONE
+    clip_at: float = 1.0
+    ema_decay: float = 0.999
+    rates: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        for name, value in (("b1", self.b1), ("b2", self.b2), ("ema_decay", self.ema_decay)):
+            if not 0 <= value < 1:
+                raise ValueError(f"{name}={value}: must be at least 0 and less than 1")
+        if not self.clip_at > 0:
+            raise ValueError(f"clip_at={self.clip_at}: must be above 0")
+
+    @property
+    def _adam(self) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.scale_by_adam(b1=self.b1, b2=self.b2, eps=self.eps),
+            optax.add_decayed_weights(self.weight_decay),
+        )
+
+    def start(self, values: Mapping[str, jax.Array]) -> Any:
+        """Returns the moments of one model before its first step."""
+        return self._adam.init(values)
+
+    def clip(self, gradients: Any, norm: Float[Array, ""]) -> Any:
+        """Returns the clipped gradients of all models, whose joint norm is `norm`."""
+        if self.clipping is Clipping.NONE:
+            return gradients
+        if self.clipping is Clipping.VALUE:
+            return jax.tree.map(lambda g: jnp.clip(g, -self.clip_at, self.clip_at), gradients)
+        scale = jnp.minimum(1.0, self.clip_at / jnp.maximum(norm, 1e-12))
+        return jax.tree.map(lambda g: g * scale, gradients)
+
+    def update(
+        self, name: str, values: Any, gradients: Any, moments: Any, step: Int[Array, ""]
+    ) -> tuple[Any, Any]:
+        """Returns the parameters of one model after a step, and its moments."""
+        # optax counts its steps in int32 and relies on the standard promotion to float32.
+        with jax.numpy_dtype_promotion("standard"):
+            updates, moments = self._adam.update(gradients, moments, values)
+        rate = self.learning_rate(step) * self.rates.get(name, 1.0)
+        return jax.tree.map(lambda v, u: v - rate * u, values, updates), moments
+
+    def average(self, ema: Any, values: Any, step: Int[Array, ""]) -> Any:
+        """Returns the running mean after a step."""
+        count = step.astype(jnp.float32)
+        keep = jnp.minimum(self.ema_decay, (1 + count) / (10 + count))
+        return jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, ema, values)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TrainState:
+    """Parameters (float32), their running mean, optimiser moments, step and PRNG key.
+
+    All but step and key are by the name of the model: `transformer`, `text_encoder`, `vae`, ...
+    The key never changes: a step folds its number into it.
+    """
+
+    step: Int[Array, ""]
+    key: PRNGKeyArray
+    values: dict[str, Values]
+    ema: dict[str, Values]
+    moments: dict[str, Any]
+
+    @property
+    def step_key(self) -> PRNGKeyArray:
+        """The PRNG key of the next step."""
+        return jax.random.fold_in(self.key, self.step)
+
+
+def first_state(
+    values: Mapping[str, Values], optimiser: Optimiser, *, seed: int, mesh: Mesh
+) -> TrainState:
+    """Returns the state before the first step; moments and means are sharded as parameters."""
+
+    def start(values: dict[str, Values]) -> TrainState:
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            key=jax.random.key(seed),
+            values=values,
+            ema=jax.tree.map(jnp.copy, values),
+            moments={name: optimiser.start(part) for name, part in values.items()},
+        )
+
+    masters = {name: master(part) for name, part in values.items()}
+    shardings = _like_parameters(jax.eval_shape(start, masters), masters, mesh)
+    with jax.set_mesh(mesh):
+        return jax.jit(start, out_shardings=shardings)(masters)
+
+
+def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh) -> TrainState:
+    """Returns a sharding for every leaf: that of its parameter, else replicated."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    known = {
+        (name, path): array.sharding
+        for name, part in values.items()
+        for path, array in part.items()
+    }
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        sharding = known.get(tuple(keys), everywhere) if len(keys) == 2 else everywhere
+        return sharding if isinstance(sharding, NamedSharding) else everywhere
+
+    return jax.tree_util.tree_map_with_path(place, state)
+
+
+def place_values(values: Mapping[str, jax.Array], model: AbstractModel[Any], mesh: Mesh) -> Values:
+    """Returns parameters in their shardings on the mesh."""
+    shardings = model.shardings(mesh)
+    return {path: jax.device_put(value, shardings[path]) for path, value in values.items()}
+
+
+@runtime_checkable
 class Loss(Protocol):
-    """What is made small: a mean over a batch, and figures that are summed over batches."""
+    """Interface of a loss: a mean over a batch, and figures that are summed over microbatches."""
 
     def __call__(
         self, values: Mapping[str, Values], batch: Any, key: PRNGKeyArray
     ) -> tuple[Float[Array, ""], Any]:
-        """The loss of a batch and its figures."""
+        """Returns the loss of a batch and its figures."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What a step has to say of itself."""
+    """Metrics of a step."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
@@ -40,10 +216,10 @@ Step = Callable[[TrainState, Any], tuple[TrainState, StepReport]]
 def make_step(
     loss: Loss, optimiser: Optimiser, *, trained: tuple[str, ...], accumulation: int = 1
 ) -> Step:
-    """The step that trains the parts named `trained` and leaves the others alone.
+    """Returns the step that trains the models named `trained` and leaves the others unchanged.
 
-    With `accumulation`, a batch is worked on in so many equal pieces; the result is that of the
-    whole batch up to rounding and to the random draws of its pieces.
+    A batch is split into `accumulation` microbatches; the result is that of the whole batch up to
+    rounding and the random draws of the microbatches.
     """
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation}: must be at least 1")
@@ -52,11 +228,11 @@ def make_step(
         active = {name: state.values[name] for name in trained}
         rest = {name: part for name, part in state.values.items() if name not in trained}
 
-        def of_piece(values: dict[str, Values], piece: Any, key: PRNGKeyArray) -> Any:
-            return loss({**rest, **values}, piece, key)
+        def of_microbatch(values: dict[str, Values], rows: Any, key: PRNGKeyArray) -> Any:
+            return loss({**rest, **values}, rows, key)
 
-        gradient = jax.value_and_grad(of_piece, has_aux=True)
-        (value, figures), gradients = _in_pieces(gradient, active, batch, state, accumulation)
+        gradient = jax.value_and_grad(of_microbatch, has_aux=True)
+        (value, figures), gradients = _accumulated(gradient, active, batch, state, accumulation)
         norm = optax.tree.norm(gradients)
         report = StepReport(
             loss=value,
@@ -64,44 +240,46 @@ def make_step(
             learning_rate=optimiser.learning_rate(state.step),
             figures=figures,
         )
-        return _improved(state, optimiser.clip(gradients, norm), optimiser), report
+        return _updated(state, optimiser.clip(gradients, norm), optimiser), report
 
     return step
 
 
-def _in_pieces(
+def _accumulated(
     gradient: Callable[..., Any],
     active: dict[str, Values],
     batch: Any,
     state: TrainState,
     count: int,
 ) -> Any:
-    """Loss, figures and gradient of a batch; means over its pieces, figures summed."""
+    """Returns loss and gradient (means over microbatches) and figures (sums) of a batch."""
     if count == 1:
         return gradient(active, batch, state.step_key)
-    pieces = jax.tree.map(lambda rows: split_rows(rows, count), batch)
+    microbatches = jax.tree.map(lambda rows: split_rows(rows, count), batch)
 
     def add(total: Any, inputs: tuple[Any, PRNGKeyArray]) -> tuple[Any, None]:
         return jax.tree.map(jnp.add, total, gradient(active, *inputs)), None
 
     keys = jax.random.split(state.step_key, count)
-    shapes = jax.eval_shape(gradient, active, jax.tree.map(lambda rows: rows[0], pieces), keys[0])
+    shapes = jax.eval_shape(
+        gradient, active, jax.tree.map(lambda rows: rows[0], microbatches), keys[0]
+    )
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    ((loss, figures), gradients), _ = jax.lax.scan(add, zeros, (pieces, keys))
+    ((loss, figures), gradients), _ = jax.lax.scan(add, zeros, (microbatches, keys))
     return (loss / count, figures), jax.tree.map(lambda g: g / count, gradients)
 
 
 def split_rows(rows: Array, count: int) -> Array:
-    """Rows as `count` pieces; neighbours go to different pieces, so every device keeps its own."""
+    """Returns `count` microbatches; neighbours go to different ones, so no row changes device."""
     if rows.shape[0] % count:
         raise ValueError(f"{rows.shape[0]} rows: must be a multiple of accumulation={count}")
     return rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]).swapaxes(0, 1)
 
 
-def _improved(state: TrainState, gradients: dict[str, Values], optimiser: Optimiser) -> TrainState:
+def _updated(state: TrainState, gradients: dict[str, Values], optimiser: Optimiser) -> TrainState:
     values, moments, ema = dict(state.values), dict(state.moments), dict(state.ema)
     for name, gradient in gradients.items():
-        values[name], moments[name] = optimiser.improve(
+        values[name], moments[name] = optimiser.update(
             name, values[name], gradient, moments[name], state.step
         )
         ema[name] = optimiser.average(ema[name], values[name], state.step)

@@ -1,22 +1,22 @@
-"""Captions on their way into the transformer: ready rows, or tokens and their encoder.
+"""Captions as text embeddings, stored or computed, and attention to their padding.
 
-WAN attends to the zero rows that pad a text to its full length (512). They are all the same row,
-so training looks at one of them and counts it as many times as there would be.
+WAN attends to the zero rows that pad a text to its full length (512). They are equal, so training
+attends to one of them and counts it that many times.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from maxdiffusion.attention import AttentionPlan
+from maxdiffusion.attention import Attention, AttentionPlan
+from maxdiffusion.models.abstract import AbstractModel, Values
 from maxdiffusion.models.umt5 import Umt5Encoder
-from maxdiffusion.training.parts import Part, Values
 
 TEXT_ENCODER = "text_encoder"
 
@@ -24,7 +24,7 @@ TEXT_ENCODER = "text_encoder"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Captions:
-    """Tokens of a batch of captions, zero after the end, and how many there are of each."""
+    """Tokens of a batch of captions, zero after the end, and their numbers."""
 
     ids: Int[Array, "B T"]
     lengths: Int[Array, " B"]
@@ -33,25 +33,26 @@ class Captions:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class EncodedBefore:
-    """What a text encoder made of a batch of captions, zero after their ends."""
+    """Stored text embeddings of a batch of captions, zero after their ends."""
 
     rows: Float[Array, "B T E"]
 
 
+@runtime_checkable
 class TextReader(Protocol):
-    """Gives the rows that the transformer reads, some of them replaced by the empty caption."""
+    """Interface from captions to text embeddings; replaces some by the empty caption."""
 
     def __call__(
         self, values: Mapping[str, Values], captions: Any, key: PRNGKeyArray
     ) -> Float[Array, "B T E"]:
-        """The rows of every caption, with one zero row last."""
+        """Returns the embeddings of every caption, with one zero row last."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedCaptions:
-    """Runs the text encoder, whose parameters may be trained along."""
+    """Runs the text encoder, which may be trained."""
 
-    encoder: Part[Umt5Encoder]
+    encoder: AbstractModel[Umt5Encoder]
     empty: tuple[int, ...]  # the tokens of the empty caption
     dropout: float = 0.1
 
@@ -73,7 +74,7 @@ class EncodedCaptions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredCaptions:
-    """Takes rows that were encoded before; no text encoder is needed."""
+    """Reads stored text embeddings; needs no text encoder."""
 
     empty: Float[np.ndarray, "T E"]  # the rows of the empty caption
     dropout: float = 0.1
@@ -94,12 +95,12 @@ def _check_dropout(share: float) -> None:
         raise ValueError(f"dropout={share}: must be at least 0 and less than 1")
 
 
-def _with_zero_row(rows: Float[Array, "B T E"]) -> Float[Array, "B U E"]:
+def _with_zero_row(rows: Float[Array, "B T E"]) -> Float[Array, "B T+1 E"]:
     return jnp.pad(rows, ((0, 0), (0, 1), (0, 0)))
 
 
 def padded_ids(texts: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "B T"]:
-    """Tokens of several texts, each filled up with zeros."""
+    """Returns the tokens of several texts, padded with zeros."""
     rows = np.zeros((len(texts), length), np.int32)
     for row, ids in zip(rows, texts, strict=True):
         if len(ids) > length:
@@ -111,21 +112,18 @@ def padded_ids(texts: Sequence[Sequence[int]], length: int) -> Int[np.ndarray, "
 
 
 @dataclass(frozen=True, kw_only=True)
-class RepeatedRowAttention(AttentionPlan):
-    """Attention to a text whose last row stands for `repeats` rows that are all the same.
+class RepeatedRowAttention(Attention):
+    """Dense attention to a text whose last row stands for `repeats` equal rows.
 
     n equal keys weigh as much as one key whose score is higher by log n.
     """
 
+    plan: AttentionPlan  # for the text with one such row
     repeats: int
 
-    @classmethod
-    def of(cls, plan: AttentionPlan, repeats: int) -> "RepeatedRowAttention":
-        """The plan for a text whose last row counts `repeats` times."""
-        if repeats < 1:
-            raise ValueError(f"repeats={repeats}: the padding row must stand for at least one")
-        held = {field.name: getattr(plan, field.name) for field in fields(AttentionPlan)}
-        return cls(**held, repeats=repeats)
+    def __post_init__(self) -> None:
+        if self.repeats < 1:
+            raise ValueError(f"repeats={self.repeats}: must be at least 1")
 
     def __call__(
         self,
@@ -142,7 +140,8 @@ class RepeatedRowAttention(AttentionPlan):
         return jnp.einsum("BNST,BTNH->BSNH", weights, v)
 
     def describe(self) -> str:
-        """What runs, in words."""
+        """Returns the line of the start-up report."""
         return (
-            f"dot_product, with the zero rows of the text as one that counts {self.repeats} times"
+            f"dot_product, with the zero rows of the text as one row that counts "
+            f"{self.repeats} times"
         )

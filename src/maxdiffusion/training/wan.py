@@ -1,6 +1,10 @@
-"""A WAN model as training sees it: its parts, and one compiled step for each expert."""
+"""Training of WAN experts: models, attention plans, and one compiled step per expert and size.
 
-from collections.abc import Mapping
+WanTraining        one size of clips
+BucketedTraining   several sizes; every batch has one of them
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -21,16 +25,20 @@ from maxdiffusion.attention import (
     plan_cross_attention,
     with_gradient,
 )
+from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
+from maxdiffusion.models.abstract import AbstractModel
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
-from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.training.experts import ExpertSchedule
-from maxdiffusion.training.flow_matching import LossWeighting
-from maxdiffusion.training.optimiser import Optimiser
-from maxdiffusion.training.parts import Part
-from maxdiffusion.training.remat import RematPolicy, TrainableTransformer
-from maxdiffusion.training.step import Step, make_step
+from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.training.loss import (
+    ClipBatch,
+    ExpertSchedule,
+    LossWeighting,
+    RematPolicy,
+    WanLoss,
+)
+from maxdiffusion.training.metrics import Work, step_work
+from maxdiffusion.training.step import Optimiser, Step, StepReport, TrainState, make_step
 from maxdiffusion.training.text import (
     TEXT_ENCODER,
     EncodedCaptions,
@@ -38,17 +46,16 @@ from maxdiffusion.training.text import (
     StoredCaptions,
     TextReader,
 )
-from maxdiffusion.training.wan_loss import WanLoss
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchShape:
-    """How much is trained on at once: clips, their latent sizes, and the lengths of texts."""
+    """Sizes of a batch: clips, latent video, and text lengths."""
 
     clips: int
     latent: tuple[int, int, int]  # frames, rows, columns
     caption_tokens: int  # the longest caption
-    text_length: int = 512  # what sampling pads a text to
+    text_length: int = 512  # sampling pads texts to it
     accumulation: int = 1
 
     def __post_init__(self) -> None:
@@ -69,20 +76,20 @@ class BatchShape:
 
     @property
     def piece(self) -> int:
-        """Clips that one pass works on."""
+        """Clips of one forward and backward pass."""
         return self.clips // self.accumulation
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """Captions are tokens that a text encoder reads at every step; `empty` are those of none."""
+    """Captions are tokens that a text encoder reads at every step; `empty` is the empty one."""
 
     empty: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StoredText:
-    """Captions were encoded before; `empty` are the rows of the empty one."""
+    """Captions are stored text embeddings; `empty` is that of the empty caption."""
 
     empty: Float[np.ndarray, "T E"]
 
@@ -92,7 +99,7 @@ TextSource = Tokens | StoredText
 
 @dataclass(frozen=True, kw_only=True)
 class WanTraining:
-    """Everything that a run's programs are made from."""
+    """Everything that the training steps of a run are built from."""
 
     transformer: WanTransformerConfig
     text_encoder: Umt5Config
@@ -103,43 +110,39 @@ class WanTraining:
     mesh: Mesh
     text: TextSource
     caption_dropout: float = 0.1
-    text_rate: float = 0.0  # of the learning rate; 0: the text encoder stays as it is
+    text_rate: float = 0.0  # share of the learning rate; 0: the text encoder is frozen
     dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
     remat: RematPolicy = field(default_factory=RematPolicy)
     attention: str = "dot_product"
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
 
-    def build_transformer(self, rngs: nnx.Rngs) -> TrainableTransformer:
-        """A transformer with float32 parameters that computes in `dtype`."""
-        return TrainableTransformer(
-            self.transformer,
-            dtype=self.dtype,
-            param_dtype=jnp.float32,
-            rngs=rngs,
-            remat=self.remat,
+    def build_transformer(self, rngs: nnx.Rngs) -> WanTransformer:
+        """Returns a transformer with float32 parameters that computes in `dtype`."""
+        return WanTransformer(
+            self.transformer, dtype=self.dtype, param_dtype=jnp.float32, rngs=rngs
         )
 
     def build_text_encoder(self, rngs: nnx.Rngs) -> Umt5Encoder:
-        """A text encoder in float32."""
+        """Returns a text encoder in float32."""
         return Umt5Encoder(self.text_encoder, rngs=rngs)
 
     @cached_property
-    def parts(self) -> Mapping[str, Part[Any]]:
-        """The models of the run by name."""
-        transformer = Part.of(self.build_transformer)
-        parts: dict[str, Part[Any]] = dict.fromkeys(self.experts.names, transformer)
+    def models(self) -> Mapping[str, AbstractModel[Any]]:
+        """The models of the run by name, without weights."""
+        transformer = AbstractModel.of(self.build_transformer)
+        models: dict[str, AbstractModel[Any]] = dict.fromkeys(self.experts.names, transformer)
         if isinstance(self.text, StoredText):
-            return parts
-        return parts | {TEXT_ENCODER: Part.of(self.build_text_encoder)}
+            return models
+        return models | {TEXT_ENCODER: AbstractModel.of(self.build_text_encoder)}
 
     @property
     def layout(self) -> ActivationLayout:
-        """How activations lie on the mesh."""
+        """The shardings of activations on the mesh."""
         return ActivationLayout(mesh=self.mesh)
 
     @cached_property
     def block_attention(self) -> BlockAttention:
-        """The attention plans; raises UnsupportedAttention with every reason."""
+        """The attention plans. Raises UnsupportedAttention with every reason."""
         config, batch = self.transformer, self.batch
         tokens = AttentionProblem(
             batch=batch.piece,
@@ -154,19 +157,20 @@ class WanTraining:
         planned = plan_attention(self.attention, tokens, self.mesh, self.attention_options)
         return BlockAttention(
             self_attention=with_gradient(planned),
-            cross_attention=RepeatedRowAttention.of(
-                cross, batch.text_length - batch.caption_tokens
+            cross_attention=RepeatedRowAttention(
+                plan=cross, repeats=batch.text_length - batch.caption_tokens
             ),
         )
 
     def loss(self, name: str) -> WanLoss:
-        """The loss of one expert."""
+        """Returns the loss of one expert."""
         return WanLoss(
             expert=name,
-            transformer=self.parts[name],
+            transformer=self.models[name],
             text=self._text_reader,
             attention=self.block_attention,
             layout=self.layout,
+            remat=self.remat,
             levels=self.experts.levels_of(name),
             weighting=self.weighting,
         )
@@ -176,11 +180,11 @@ class WanTraining:
         if isinstance(self.text, StoredText):
             return StoredCaptions(empty=self.text.empty, dropout=self.caption_dropout)
         return EncodedCaptions(
-            encoder=self.parts[TEXT_ENCODER], empty=self.text.empty, dropout=self.caption_dropout
+            encoder=self.models[TEXT_ENCODER], empty=self.text.empty, dropout=self.caption_dropout
         )
 
     def step(self, name: str) -> Step:
-        """The step of one expert, compiled at its first use; it consumes the state."""
+        """Returns the step of one expert, compiled at first use; it donates the state."""
         trained = (name, TEXT_ENCODER) if self.text_rate > 0 else (name,)
         optimiser = replace(
             self.optimiser, rates={**self.optimiser.rates, TEXT_ENCODER: self.text_rate}
@@ -192,27 +196,27 @@ class WanTraining:
 
 
 def on_mesh(step: Step, mesh: Mesh) -> Step:
-    """The step as one program on the mesh; the old state's memory is used for the new one."""
+    """Returns the step as one program on the mesh, with the state donated."""
 
     @cache
-    def program(places: tuple[Any, ...], structure: Any) -> Any:
-        # The new state lies where the old one did, or the second step would compile anew.
-        state = jax.tree.unflatten(structure, places)
+    def program(shardings: tuple[Any, ...], structure: Any) -> Any:
+        # The new state keeps the shardings of the old one; otherwise the second step recompiles.
+        state = jax.tree.unflatten(structure, shardings)
         return jax.jit(step, donate_argnums=0, out_shardings=(state, None))
 
     def run(state: Any, batch: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
-        places = tuple(leaf.sharding for leaf in leaves)
+        shardings = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(mesh):
-            return program(places, structure)(state, place_batch(batch, mesh))
+            return program(shardings, structure)(state, place_batch(batch, mesh))
 
     return run
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """A batch from the host, its rows shared by the devices that train on different clips.
+    """Returns a host batch on the mesh, sharded over its rows.
 
-    With several processes each brings its share of the rows.
+    With several processes each passes its own rows.
     """
     layout, processes = ActivationLayout(mesh=mesh), jax.process_count()
 
@@ -221,18 +225,70 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
         sharding = layout.sharding(("batch", *("rest",) * (rows.ndim - 1)), shape)
         if processes == 1:
             return jax.device_put(rows, sharding)
-        if not _brings_its_own(sharding, shape):
+        if not _holds_own_rows(sharding, shape):
             rows = multihost_utils.process_allgather(rows, tiled=True)
         return jax.make_array_from_process_local_data(sharding, np.asarray(rows), shape)
 
     return jax.tree.map(put, batch)
 
 
-def _brings_its_own(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-    """Whether the devices of every process work on as many rows as it brings, and on no others'."""
+def _holds_own_rows(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
+    """Returns whether every process holds exactly as many rows as it passes, and no others."""
     held: dict[int, set[int]] = {}
     placed: Mapping[Any, Any] = sharding.devices_indices_map(shape)
     for device, index in placed.items():
         held.setdefault(device.process_index, set()).update(range(*index[0].indices(shape[0])))
     shares = list(held.values())
     return sum(map(len, shares)) == shape[0] and len({*map(len, shares)}) == 1
+
+
+Latent = tuple[int, int, int]  # frames, rows, columns
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketedTraining:
+    """A training for clips of several sizes; every batch has one of them."""
+
+    training: WanTraining
+    latents: Sequence[Latent]
+
+    @cached_property
+    def by_latent(self) -> Mapping[Latent, WanTraining]:
+        """The training of every size."""
+        batch = self.training.batch
+        return {
+            latent: replace(self.training, batch=replace(batch, latent=latent))
+            for latent in self.latents
+        }
+
+    def check_attention(self) -> None:
+        """Plans the attention of every size. Raises UnsupportedAttention if one cannot run."""
+        for training in self.by_latent.values():
+            training.block_attention  # noqa: B018 - a cached property
+
+    def bucketed_step(self, name: str) -> Step:
+        """Returns the step of one expert; every size has a program, compiled at first use."""
+        self.check_attention()
+        steps = {latent: training.step(name) for latent, training in self.by_latent.items()}
+
+        def run(state: TrainState, batch: Any) -> tuple[TrainState, StepReport]:
+            return steps[latent_of(batch)](state, batch)
+
+        return run
+
+    def work_of(self, batch: ClipBatch) -> Work:
+        """Returns the tokens and the TFLOP of a step on a batch."""
+        training = self.training
+        return step_work(
+            training.transformer,
+            clips=training.batch.clips,
+            tokens=training.transformer.tokens(latent_of(batch)),
+            text_rows=training.batch.caption_tokens + 1,
+            devices=training.mesh.size,
+        )
+
+
+def latent_of(batch: ClipBatch) -> Latent:
+    """Returns frames, rows and columns of the latents of a batch."""
+    _, frames, rows, columns, _ = batch.latents.shape
+    return frames, rows, columns

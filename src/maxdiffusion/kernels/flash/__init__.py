@@ -1,17 +1,28 @@
-"""Our Pallas TPU flash attention: one device, [B, S, N, H] in and out.
+"""Pallas TPU flash attention: one device, [B, S, N, H] in and out.
 
-blocks   FlashBlocks: tile sizes and their rules     options    FlashOptions: softmax, exponent
-shape    FlashShape: sizes of a call                 checks     plan_kernel: refuse or plan
-vmem     VMEM need by arithmetic                     fixed_m    bound, gate, key smoothing
-inputs   layouts, key lengths and masks              call       the pallas_call
-fp8      Q.K^T in float8 (lossy)                      fp8_keys   keys in two float8 pieces
-coarse   exponentials that suffice for it
-body     what one grid step does                     reference  the same in dense float32
+api     flash_attention and its reference: layouts and the pallas_call
+config  options and array sizes of a call           plan     frozen description of a call
+body    one grid step                               tiles    unmasked and masked tiles
+vmem    VMEM by arithmetic; plan_kernel refuses     fixed_m  bound, gate, key smoothing
+fp8     Q.K^T in float8 (lossy)
 """
 
-from maxdiffusion.kernels.flash.api import flash_attention, flash_attention_partials
-from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
-from maxdiffusion.kernels.flash.checks import plan_kernel
+from maxdiffusion.kernels.flash.api import (
+    flash_attention,
+    flash_attention_partials,
+    reference_attention,
+    reference_partials,
+)
+from maxdiffusion.kernels.flash.config import (
+    Exponent,
+    FixedM,
+    FlashOptions,
+    FlashShape,
+    Gate,
+    Online,
+    Product,
+    Scheduler,
+)
 from maxdiffusion.kernels.flash.fixed_m import (
     FixedMBounds,
     KeyNorms,
@@ -24,27 +35,14 @@ from maxdiffusion.kernels.flash.fixed_m import (
     query_norm,
     smooth_keys,
 )
-from maxdiffusion.kernels.flash.fp8 import KeyRange, key_range
-from maxdiffusion.kernels.flash.fp8_keys import Fp8Keys, fp8_keys, split_keys
-from maxdiffusion.kernels.flash.options import (
-    Exponent,
-    FixedM,
-    FlashOptions,
-    Gate,
-    Online,
-    Product,
-    Scheduler,
-)
-from maxdiffusion.kernels.flash.partials import Partials
+from maxdiffusion.kernels.flash.fp8 import Fp8Keys, KeyRange, fp8_keys, key_range, split_keys
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.flash.reference import reference_attention, reference_partials
-from maxdiffusion.kernels.flash.shape import FlashShape
+from maxdiffusion.kernels.flash.vmem import plan_kernel
 
 __all__ = [
     "Exponent",
     "FixedM",
     "FixedMBounds",
-    "FlashBlocks",
     "FlashOptions",
     "FlashShape",
     "Fp8Keys",
@@ -55,10 +53,8 @@ __all__ = [
     "KeyTotal",
     "Keys",
     "Online",
-    "Partials",
     "Product",
     "Scheduler",
-    "UnsupportedFlash",
     "fixed_m_bounds",
     "flash_attention",
     "flash_attention_partials",

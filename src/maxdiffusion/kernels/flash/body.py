@@ -1,47 +1,63 @@
-"""The flash attention kernel as one grid step (batch, head tile, block of queries, block of keys).
+"""The flash attention kernel: one grid step (batch, head tile, block of queries, block of keys).
 
-Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run over sublanes, what
-a query carries (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head is
-only 128 wide. Blocks of keys that are wholly attended, and a last one that ends with the array,
-go through `quick`; those cut by a mask or a length, and those whose maximum rises past the
-headroom, go through `careful`.
+Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run over sublanes, the
+state of a query (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head
+is only 128 wide. Blocks of keys that are fully attended, and a last one that ends with the array,
+go through `unmasked_tile`; those cut by a mask or a length, and those whose maximum overflows the
+headroom, go through `masked_tile`.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from maxdiffusion.kernels.flash.blocks import LANES
-from maxdiffusion.kernels.flash.careful import careful
+from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.fixed_m import CEILING_BITS
 from maxdiffusion.kernels.flash.fp8 import fp8_queries
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.flash.quick import quick, rose_too_far, take_back
-from maxdiffusion.kernels.flash.step import NO_SCORE, Maximum, Refs, Step
+from maxdiffusion.kernels.flash.tiles import (
+    Maximum,
+    Ref,
+    Refs,
+    Step,
+    masked_tile,
+    overflowed,
+    rollback,
+    unmasked_tile,
+)
+from maxdiffusion.kernels.tpu import LANES
+
+Work = Iterator[tuple[Array, Callable[[], None]]]
+"""Conditions and what is done under each, in the order in which they are computed."""
 
 
-def attend(plan: KernelPlan, refs: Refs) -> None:
-    """Runs one grid step."""
-    step = Step(plan, refs)
-
-    @pl.when(step.kv_block == 0)
-    def _() -> None:
-        for head in step.heads:
-            _start_queries(step, head)
-            _start_state(step, head)
-
+def attend(plan: KernelPlan, *refs: Ref) -> None:
+    """Runs one grid step: the kernel that `pallas_call` is given."""
+    step = Step(plan, Refs.named(plan, refs))
+    pl.when(step.kv_block == 0)(functools.partial(_start, step))
     if plan.fixed_m:
         for head in step.heads:
-            _take_in_gated(step, head)
+            fixed = step.is_fixed(head)
+            pl.when(fixed)(functools.partial(_run, _pinned_work(step, head)))
+            pl.when(~fixed)(functools.partial(_run, _running_work(step, [head])))
     else:
-        _take_in(step, step.heads)
+        for condition, work in _running_work(step, step.heads):
+            pl.when(condition)(work)
+    pl.when(step.kv_block == plan.kv_blocks - 1)(functools.partial(_finish, step))
 
-    @pl.when(step.kv_block == plan.kv_blocks - 1)
-    def _() -> None:
-        for head in step.heads:
-            _finish(step, head)
+
+def _run(work: Work) -> None:
+    for condition, function in work:
+        pl.when(condition)(function)
+
+
+def _start(step: Step) -> None:
+    for head in step.heads:
+        _start_queries(step, head)
+        _start_state(step, head)
 
 
 def _start_queries(step: Step, head: int) -> None:
@@ -66,23 +82,23 @@ def _start_queries(step: Step, head: int) -> None:
 
 def _start_state(step: Step, head: int) -> None:
     """Begins with nothing, or with the sums over the keys of earlier calls."""
-    state, reference = step.refs.state, _sample(step, head)
+    state, shift = step.refs.state, _sample(step, head)
     if step.plan.carried:
-        used = _carry_on(step, head)
-        reference = jnp.maximum(reference, used)
+        m_acc = _carried(step, head)
+        shift = jnp.maximum(shift, m_acc)
     else:
         state.o[head] = jnp.zeros(state.o.shape[1:], jnp.float32)
         state.l[head] = jnp.zeros(state.l.shape[1:], jnp.float32)
-        used = reference
+        m_acc = shift
     if step.plan.fixed_m:
         fixed, pinned = step.is_fixed(head), _pinned(step, head)
-        used, reference = (jnp.where(fixed, pinned, x) for x in (used, reference))
-    state.used[head] = used
-    state.top[head] = reference
+        m_acc, shift = (jnp.where(fixed, pinned, x) for x in (m_acc, shift))
+    state.m_acc[head] = m_acc
+    state.m_next[head] = shift
 
 
-def _carry_on(step: Step, head: int) -> Array:
-    """Takes over o and l of earlier keys; returns the reference that they are relative to."""
+def _carried(step: Step, head: int) -> Array:
+    """Takes over o and l of earlier keys; returns the shift that they are relative to."""
     plan, state, before = step.plan, step.refs.state, step.refs.before
     assert before is not None
     o, m, l = step.of_head(before.o, head)[...].T, before.m[head], before.l[head]  # noqa: E741
@@ -98,68 +114,70 @@ def _carry_on(step: Step, head: int) -> Array:
 
 
 def _sample(step: Step, head: int) -> Array:
-    """Returns the largest score among the first 128 keys: a reference for the first block."""
-    s = step.scores(head, pl.ds(0, LANES), slice(None))
+    """Returns the largest score among the first 128 keys: a shift for the first block."""
+    products = step.dot_qk(step.keys(head, pl.ds(0, LANES)), step.refs.qt[head, :, slice(None)])
+    s = step.scaled(products, head, slice(None))
     s = jnp.where(step.attended(0, LANES), s, NO_SCORE)
     return jnp.max(s, axis=0, keepdims=True)
 
 
 def _pinned(step: Step, head: int) -> Array:
-    """Returns ||q_i|| max_j ||k_j|| - C, the fixed reference of every query."""
+    """Returns ||q_i|| max_j ||k_j|| - C, the fixed shift of every query."""
     qt = step.refs.qt[head].astype(jnp.float32)
     norm = jnp.sqrt(jnp.sum(qt * qt, axis=0, keepdims=True))
     return norm * step.key_norm(head) - CEILING_BITS * step.plan.options.exponent.per_bit
 
 
-def _take_in_gated(step: Step, head: int) -> None:
-    """Adds this step's keys against the fixed bound where the gate allows it, else as online."""
-    fixed = step.is_fixed(head)
-
-    @pl.when(fixed)
-    def _() -> None:
-        _quickly(step, [head], Maximum.PINNED)
-        if step.plan.selective:
-            pl.when(_odd(step))(lambda: careful(step, [head], Maximum.PINNED))
-
-    @pl.when(~fixed)
-    def _() -> None:
-        _take_in(step, [head])
-
-
-def _take_in(step: Step, heads: Sequence[int]) -> None:
-    """Adds this step's keys to the state, quickly if that is exact and carefully if not."""
-    _quickly(step, heads, Maximum.RUNNING)
-    again = rose_too_far(step, heads)
-    odd = jnp.bool_(False)
+def _pinned_work(step: Step, head: int) -> Work:
+    """Yields the work of a head with a fixed bound, each part with its condition."""
+    yield from _unmasked_work(step, [head], Maximum.PINNED)
     if step.plan.selective:
-        odd = _odd(step)
-        again = again & step.live() & ~odd
-    pl.when(again)(lambda: take_back(step, heads))
-    pl.when(again | odd)(lambda: careful(step, heads, Maximum.RUNNING))
+        yield _needs_mask(step), functools.partial(masked_tile, step, [head], Maximum.PINNED)
 
 
-def _quickly(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
-    """Takes in this step's keys if they are attended without exception, or end with the array."""
+def _running_work(step: Step, heads: Sequence[int]) -> Work:
+    """Yields the work of heads with a running maximum, each part with its condition.
+
+    A block whose maximum overflowed the headroom is rolled back and repeated with masks.
+    """
+    yield from _unmasked_work(step, heads, Maximum.RUNNING)
+    again = overflowed(step, heads)
+    needs_mask = jnp.bool_(False)
+    if step.plan.selective:
+        needs_mask = _needs_mask(step)
+        again = again & step.live() & ~needs_mask
+    yield again, functools.partial(rollback, step, heads)
+    yield again | needs_mask, functools.partial(masked_tile, step, heads, Maximum.RUNNING)
+
+
+def _unmasked_work(step: Step, heads: Sequence[int], maximum: Maximum) -> Work:
+    """Yields what adds this step's keys if all are attended, or if they end with the array."""
     plan = step.plan
     if plan.whole_blocks or plan.masked:
-        whole = step.live() & step.whole()
-        pl.when(whole)(lambda: quick(step, heads, plan.blocks.block_kv, maximum))
+        fully_attended = step.live() & step.fully_attended()
+        size = plan.blocks.block_kv
+        yield fully_attended, functools.partial(unmasked_tile, step, heads, size, maximum)
     if plan.tail and not plan.masked:
-        pl.when(step.ends_here())(lambda: quick(step, heads, plan.tail, maximum))
+        yield step.ends_here(), functools.partial(unmasked_tile, step, heads, plan.tail, maximum)
 
 
-def _odd(step: Step) -> Array:
+def _needs_mask(step: Step) -> Array:
     """Returns whether some keys of this step are not attended, other than past the last one."""
-    return step.live() & ~(step.whole() | step.ends_here())
+    return step.live() & ~(step.fully_attended() | step.ends_here())
 
 
-def _finish(step: Step, head: int) -> None:
+def _finish(step: Step) -> None:
+    for head in step.heads:
+        _write(step, head)
+
+
+def _write(step: Step, head: int) -> None:
     """Writes the output, or the unnormalised sums, of this block of queries."""
     state, out = step.refs.state, step.of_head(step.refs.out, head)
     l = jnp.sum(state.l[head], axis=0, keepdims=True)  # noqa: E741
     if step.plan.partials:
         out[...] = state.o[head].T
-        step.refs.out_m[head] = state.used[head]
+        step.refs.out_m[head] = state.m_acc[head]
         step.refs.out_l[head] = l
     else:
         out[...] = (state.o[head] * jnp.where(l > 0, 1.0 / l, 0.0)).T.astype(step.plan.dtype)

@@ -1,14 +1,95 @@
-"""The sizes of one attention call, and what the kernel asks of them."""
+"""Options and array sizes of a flash attention call, and the rules about them."""
 
+import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from maxdiffusion.kernels.flash.blocks import FlashBlocks, UnsupportedFlash
-from maxdiffusion.runtime.problems import Problem
+from maxdiffusion.errors import Problem, ProblemsFound
+
+NO_SCORE = -0.5 * float(np.finfo(np.float32).max)
+"""Shift of a query that has seen no key: finite, so that masked (-inf) minus it is never NaN."""
+
+
+class Exponent(enum.Enum):
+    """The base of the exponential; scores, maxima and bounds are in its units."""
+
+    BASE_2 = "base 2"
+    NATURAL = "natural"
+
+    @property
+    def per_nat(self) -> float:
+        """Units of this exponent in one natural unit: b ** (x * per_nat) == e ** x."""
+        return math.log2(math.e) if self is Exponent.BASE_2 else 1.0
+
+    @property
+    def per_bit(self) -> float:
+        """Units of this exponent in one power of two: b ** (x * per_bit) == 2 ** x."""
+        return 1.0 if self is Exponent.BASE_2 else math.log(2.0)
+
+    def power(self, x: Array) -> Array:
+        """Returns base ** x."""
+        return jnp.exp2(x) if self is Exponent.BASE_2 else jnp.exp(x)
+
+
+class Scheduler(enum.Enum):
+    """The bundle scheduler of the TPU compiler: its usual one, or the linear-programming one."""
+
+    DEFAULT = "default"
+    LINEAR_PROGRAM = "linear program"
+
+
+class Gate(enum.Enum):
+    """Selects the heads of the fixed-m path: those whose norms allow it, or (for tests) all."""
+
+    MEASURED = "measured"
+    FORCED = "forced"
+
+
+class Product(enum.Enum):
+    """Operands of Q.K^T: q and k as they are, or (lossy) as float8, see `fp8`."""
+
+    NATIVE = "as given"
+    FP8 = "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Online:
+    """Softmax against the running maximum: exact for every head."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixedM:
+    """Softmax against a bound (see `fixed_m`); heads outside the gate run online."""
+
+    gate: Gate = Gate.MEASURED
+
+
+Softmax = Online | FixedM
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlashOptions:
+    """Everything about a kernel call that is neither an array nor a size.
+
+    `interpret` is handed to Pallas: False compiles for the TPU, True runs anywhere as plain XLA,
+    `pltpu.InterpretParams(...)` simulates the TPU's memories (and can look for races).
+    `chip` names the row of `tpu.VMEM_BYTES` that the call must fit.
+    """
+
+    softmax: Softmax = Online()
+    exponent: Exponent = Exponent.BASE_2
+    scheduler: Scheduler = Scheduler.DEFAULT
+    product: Product = Product.NATIVE
+    interpret: bool | pltpu.InterpretParams = False
+    chip: str = "tpu7x"
+
 
 DTYPES = ("bfloat16", "float32")
 HEAD_DIM_MULTIPLE = 16
@@ -32,7 +113,7 @@ class FlashShape:
         """Returns the sizes of these arrays, or refuses arrays that do not go together."""
         problems = list(_array_problems(q, k, v))
         if problems:
-            raise UnsupportedFlash(problems)
+            raise ProblemsFound(problems)
         batch, q_len, heads, head_dim = q.shape
         return cls(
             batch=batch,
@@ -60,8 +141,8 @@ def dtype_name(dtype: DTypeLike) -> str:
     return jnp.dtype(dtype).name
 
 
-def shape_problems(shape: FlashShape, blocks: FlashBlocks) -> Sequence[Problem]:
-    """Returns every rule that these sizes break with these blocks."""
+def shape_problems(shape: FlashShape, heads_per_tile: int) -> Sequence[Problem]:
+    """Returns every rule that these sizes break with this number of heads per tile."""
     problems = []
     if shape.dtype not in DTYPES:
         problems.append(
@@ -79,7 +160,6 @@ def shape_problems(shape: FlashShape, blocks: FlashBlocks) -> Sequence[Problem]:
                     name=name,
                     value=vars(shape)[name],
                     rule="must be at least 1",
-                    remedy="Give the kernel something to do",
                 )
             )
     if shape.head_dim < 1 or shape.head_dim % HEAD_DIM_MULTIPLE:
@@ -91,7 +171,7 @@ def shape_problems(shape: FlashShape, blocks: FlashBlocks) -> Sequence[Problem]:
                 remedy="Pad the head features of q, k and v with zeros",
             )
         )
-    return problems or _head_problems(shape, blocks.heads_per_tile)
+    return problems or _head_problems(shape, heads_per_tile)
 
 
 def _head_problems(shape: FlashShape, per_tile: int) -> list[Problem]:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from maxdiffusion.kernels.flash.options import Exponent, Gate
+from maxdiffusion.kernels.flash.config import Exponent, Gate
 
 CEILING_BITS = 88
 KEYS_BITS = 20
@@ -38,7 +38,7 @@ NORM_SLACK = 1.01
 
 
 class Keys(enum.Enum):
-    """Whether the mean over all attended keys was taken away from every key."""
+    """State of the keys: as given, or with the mean over all attended keys subtracted."""
 
     SMOOTHED = "smoothed"
     RAW = "raw"
@@ -48,7 +48,7 @@ class KeyTotal(NamedTuple):
     """Sum and number of attended keys; add those of several shards, then take the mean."""
 
     total: Float[Array, "B K H"]
-    keys: Float[Array, "B"]
+    keys: Float[Array, " B"]
 
     def mean(self) -> Float[Array, "B K H"]:
         """Returns the mean key, zero where nothing is attended."""
@@ -66,7 +66,7 @@ class KeyNorms(NamedTuple):
 
 
 class FixedMBounds(NamedTuple):
-    """What the kernel needs per (batch, head): M, and whether the head passes the gate.
+    """Bound M of every (batch, head), and whether the head passes the gate.
 
     `fixed.sum()` is the number of heads that take the fast path.
     """

@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from maxdiffusion.kernels.flash.blocks import LANES, FlashBlocks
+from maxdiffusion.kernels.flash.config import (
+    FixedM,
+    FlashOptions,
+    FlashShape,
+    Product,
+)
 from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_WORD, PIECES
-from maxdiffusion.kernels.flash.options import FixedM, FlashOptions, Product
-from maxdiffusion.kernels.flash.shape import FlashShape
+from maxdiffusion.kernels.tpu import LANES, BlockSizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,7 +19,7 @@ class KernelPlan:
     """Static description of one kernel call; `blocks` already fit the lengths."""
 
     shape: FlashShape
-    blocks: FlashBlocks
+    blocks: BlockSizes
     options: FlashOptions
     masked: bool
     lengths: bool
@@ -24,12 +28,12 @@ class KernelPlan:
 
     @property
     def folded(self) -> bool:
-        """Whether heads are columns of [B, S, N * H] (nothing moves) or rows of [B, N, S, H]."""
+        """Returns whether heads are columns of [B, S, N * H] or rows of [B, N, S, H]."""
         return self.shape.head_dim % LANES == 0
 
     @property
     def fixed_m(self) -> bool:
-        """Whether some heads may use a fixed bound."""
+        """Returns whether some heads may use a fixed bound."""
         return isinstance(self.options.softmax, FixedM)
 
     @property
@@ -58,7 +62,7 @@ class KernelPlan:
         return self.shape.kv_len % self.blocks.block_kv
 
     @property
-    def sure_of_tail(self) -> int:
+    def num_unmasked_tail_keys(self) -> int:
         """Keys of the ragged last block that are attended wherever its quick form is used.
 
         Padding that makes a sequence divisible ends in the 128 to 255 keys after them.
@@ -67,7 +71,7 @@ class KernelPlan:
 
     @property
     def selective(self) -> bool:
-        """Whether it is only known at run time which keys are attended."""
+        """Returns whether the attended keys are known only at run time."""
         return self.masked or self.lengths
 
     @property
@@ -77,7 +81,7 @@ class KernelPlan:
 
     @property
     def fp8(self) -> bool:
-        """Whether Q.K^T multiplies float8 pieces."""
+        """Returns whether Q.K^T multiplies float8 parts."""
         return self.options.product is Product.FP8
 
     @property
@@ -87,7 +91,7 @@ class KernelPlan:
 
     @property
     def product_depth(self) -> int:
-        """How many numbers of a key meet as many of a query in a score."""
+        """Contraction length of a score."""
         return self.shape.head_dim * (PIECES if self.fp8 else 1)
 
     @property
@@ -97,8 +101,9 @@ class KernelPlan:
 
     @property
     def score_scale(self) -> float:
-        """What q is multiplied by: 1/sqrt(H), in units of the exponent."""
-        return self.options.exponent.per_nat * self.shape.head_dim**-0.5
+        """Scale of q: 1/sqrt(H), in units of the exponent."""
+        inverse_root: float = self.shape.head_dim**-0.5
+        return self.options.exponent.per_nat * inverse_root
 
     def kv_head(self, head: int) -> int:
         """Returns the key head, within a tile, of query head `head` of that tile."""

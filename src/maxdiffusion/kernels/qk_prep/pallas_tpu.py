@@ -1,4 +1,4 @@
-"""Norm, rotation and the move of heads to their places in one pass over HBM (Pallas, TPU).
+"""Norm, rotation and the move of heads to their layout in one pass over HBM (Pallas, TPU).
 
 XLA does the same in seven passes: it keeps q and k in float32 for the rotation, whose halves it
 cuts out and joins again, and cuts and joins once more for the exchange. Here a block of rows is
@@ -16,69 +16,68 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from maxdiffusion.kernels.heads.columns import Columns
-from maxdiffusion.kernels.heads.places import EMPTY, Place, Places
+from maxdiffusion.kernels.qk_prep.layout import PAD, HeadLayout, Place, ProjectedHeads
+from maxdiffusion.kernels.tpu import MIB
 
-LANES = 128
 ROWS_AT_ONCE = 32
 """Rows of a head that are worked on together: four registers of float32."""
-Order = Int[Array, " K"]
-BLOCK_BYTES = 4 * 2**20
+Order = Int[Array, " J"]
+BLOCK_BYTES = 4 * MIB
 """What one block may hold; it is there four times, coming and going, twice each."""
 
 
-def place_heads(
-    columns: Columns,
-    places: Places,
+def qk_norm_rope_scatter(
+    columns: ProjectedHeads,
+    layout: HeadLayout,
     *,
     head_dim: int,
     order: Order | None = None,
     interpret: bool = False,
-) -> list[Float[Array, "K S D"]]:
-    """The arrays of `places`, with the heads that `columns` stand for; heads are 128s of lanes.
+) -> Sequence[Float[Array, "_U S _D"]]:
+    """The arrays of `layout`, with the heads that `columns` stand for; heads are 128s of lanes.
 
-    `order` says which head goes to each of `places.slots()`, or EMPTY, where that is not known
+    `order` says which head goes to each of `layout.slots()`, or PAD, where that is not known
     before the program runs.
     """
-    if columns.finished and not places.moves and order is None:
+    if columns.finished and not layout.moves and order is None:
         return [columns.values]
     batch, rows, width = columns.values.shape
-    assert (batch, width) == (places.batch, places.head_count * head_dim), (columns, places)
+    assert (batch, width) == (layout.batch, layout.head_count * head_dim), (columns, layout)
     size = _block_rows(rows, batch * width * columns.values.dtype.itemsize)
     inputs, specs = _inputs(columns, size, head_dim)
     return _call(
-        functools.partial(_place, columns, places, head_dim),
-        name="place_heads",
+        functools.partial(_place, columns, layout, head_dim),
+        name="qk_norm_rope_scatter",
         order=order,
         inputs=inputs,
         in_specs=specs,
-        outputs=[(blocks, rows, slots * head_dim) for blocks, slots in places.arrays],
+        outputs=[(blocks, rows, slots * head_dim) for blocks, slots in layout.arrays],
         block_rows=size,
         operations=_operations(columns, order),
         interpret=interpret,
     )
 
 
-def join_heads(
-    arrays: Sequence[Float[Array, "K S D"]],
-    places: Places,
+def gather_heads(
+    arrays: Sequence[Float[Array, "_U S _D"]],
+    layout: HeadLayout,
     *,
     head_dim: int,
     order: Order | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S D"]:
-    """Columns with every head back from where `place_heads` put it."""
-    if not places.moves and order is None:
+    """Columns with every head back from where `qk_norm_rope_scatter` put it."""
+    if not layout.moves and order is None:
         return arrays[0]
-    rows, width = arrays[0].shape[1], places.head_count * head_dim
-    size = _block_rows(rows, places.batch * width * arrays[0].dtype.itemsize)
+    rows, width = arrays[0].shape[1], layout.head_count * head_dim
+    size = _block_rows(rows, layout.batch * width * arrays[0].dtype.itemsize)
     (joined,) = _call(
-        functools.partial(_join, places, head_dim),
-        name="join_heads",
+        functools.partial(_join, layout, head_dim),
+        name="gather_heads",
         order=order,
         inputs=[*arrays],
         in_specs=[_rows_spec(array.shape, size) for array in arrays],
-        outputs=[(places.batch, rows, width)],
+        outputs=[(layout.batch, rows, width)],
         block_rows=size,
         operations=0,
         interpret=interpret,
@@ -95,7 +94,9 @@ def _rows_spec(shape: tuple[int, ...], size: int) -> pl.BlockSpec:
     return pl.BlockSpec((shape[0], size, shape[2]), lambda i, *_: (0, i, 0))
 
 
-def _inputs(columns: Columns, size: int, head_dim: int) -> tuple[list[Array], list[pl.BlockSpec]]:
+def _inputs(
+    columns: ProjectedHeads, size: int, head_dim: int
+) -> tuple[list[Array], list[pl.BlockSpec]]:
     """The arrays that the kernel reads: columns, then the gain, then cosines and signed sines."""
     inputs, specs = [columns.values], [_rows_spec(columns.values.shape, size)]
     if columns.gain is not None:
@@ -109,7 +110,7 @@ def _inputs(columns: Columns, size: int, head_dim: int) -> tuple[list[Array], li
     return inputs, specs
 
 
-def _operations(columns: Columns, order: Order | None) -> int:
+def _operations(columns: ProjectedHeads, order: Order | None) -> int:
     """Slots of vector units that the machine code takes, of four in a cycle.
 
     For tpu7x it has 324 bundles for the norm of 32 rows of 40 heads, 648 with the rotation, and 46
@@ -130,7 +131,7 @@ def _call(
     block_rows: int,
     operations: int,
     interpret: bool,
-) -> list[Array]:
+) -> Sequence[Array]:
     first = inputs[0]
     # Under shard_map the result varies over the mesh axes that the columns vary over.
     varies = jax.typeof(first).manual_axis_type
@@ -144,7 +145,7 @@ def _call(
         in_specs=in_specs,
         out_specs=[_rows_spec(out, block_rows) for out in outputs],
     )
-    return pl.pallas_call(
+    results: Sequence[Array] = pl.pallas_call(
         functools.partial(kernel, *[None] * (not scalars)),
         grid_spec=grid_spec,
         out_shape=shapes,
@@ -155,9 +156,12 @@ def _call(
         interpret=interpret,
         name=name,
     )(*scalars, *inputs)
+    return results
 
 
-def _place(columns: Columns, places: Places, head_dim: int, order: Any, *refs: Any) -> None:
+def _place(
+    columns: ProjectedHeads, layout: HeadLayout, head_dim: int, order: Any, *refs: Any
+) -> None:
     """Works on one block of rows, some rows at a time."""
     left = iter(refs)
     values = next(left)
@@ -173,9 +177,9 @@ def _place(columns: Columns, places: Places, head_dim: int, order: Any, *refs: A
         if gain is not None:
             factors = [
                 _inverse_rms(values, batch, rows, head_dim, columns.eps)
-                for batch in range(places.batch)
+                for batch in range(layout.batch)
             ]
-        for (array, block, slot), source in _moves(places, order, head_dim):
+        for (array, block, slot), source in _moves(layout, order, head_dim):
             x = values[source.batch, rows, source.lanes]
             if gain is not None:
                 factor = _chosen(factors, source.batch)
@@ -185,7 +189,7 @@ def _place(columns: Columns, places: Places, head_dim: int, order: Any, *refs: A
             if source.there is not None:
                 x = jnp.where(source.there, x, jnp.zeros_like(x))
             outs[array][block, rows, _lanes(slot, head_dim)] = x
-        for array, block, slot in places.empty_slots() if order is None else ():
+        for array, block, slot in layout.empty_slots() if order is None else ():
             nothing = jnp.zeros((ROWS_AT_ONCE, head_dim), outs[array].dtype)
             outs[array][block, rows, _lanes(slot, head_dim)] = nothing
 
@@ -198,22 +202,22 @@ class _Source(NamedTuple):
     there: Array | None
 
 
-def _moves(places: Places, order: Any, head_dim: int) -> Iterator[tuple[Place, _Source]]:
+def _moves(layout: HeadLayout, order: Any, head_dim: int) -> Iterator[tuple[Place, _Source]]:
     """The slots that may hold a head, and where its columns are."""
-    for index, (place, head) in enumerate(zip(places.slots(), places.order(), strict=True)):
+    for index, (place, head) in enumerate(zip(layout.slots(), layout.order(), strict=True)):
         if order is not None:
-            yield place, _source(order[index], places, head_dim)
-        elif head != EMPTY:
-            batch, column = divmod(head, places.head_count)
+            yield place, _source(order[index], layout, head_dim)
+        elif head != PAD:
+            batch, column = divmod(head, layout.head_count)
             yield place, _Source(batch, _lanes(column, head_dim), None)
 
 
-def _source(head: Array, places: Places, head_dim: int) -> _Source:
+def _source(head: Array, layout: HeadLayout, head_dim: int) -> _Source:
     """The source of a head that is known when the program runs."""
-    there = head != EMPTY if places.empty_slots() else None
+    there = head != PAD if layout.empty_slots() else None
     head = head if there is None else jnp.maximum(head, 0)
-    batch = 0 if places.batch == 1 else lax.div(head, jnp.int32(places.head_count))
-    start = (head - batch * places.head_count) * head_dim
+    batch = 0 if layout.batch == 1 else lax.div(head, jnp.int32(layout.head_count))
+    start = (head - batch * layout.head_count) * head_dim
     return _Source(batch, pl.ds(pl.multiple_of(start, head_dim), head_dim), there)
 
 
@@ -247,14 +251,14 @@ def _turned(x: Array, cosines: Array, sines: Array) -> Array:
     return (wide * cosines + swapped * sines).astype(x.dtype)
 
 
-def _join(places: Places, head_dim: int, order: Any, *refs: Any) -> None:
+def _join(layout: HeadLayout, head_dim: int, order: Any, *refs: Any) -> None:
     """Copies one block of rows, some rows at a time."""
     *arrays, out = refs
 
     @pl.loop(0, out.shape[1] // ROWS_AT_ONCE)
     def _(index: Array) -> None:
         rows = pl.ds(pl.multiple_of(index * ROWS_AT_ONCE, ROWS_AT_ONCE), ROWS_AT_ONCE)
-        for (array, block, slot), source in _moves(places, order, head_dim):
+        for (array, block, slot), source in _moves(layout, order, head_dim):
             x = arrays[array][block, rows, _lanes(slot, head_dim)]
             store = functools.partial(_store, out, (source.batch, rows, source.lanes), x)
             store() if source.there is None else pl.when(source.there)(store)

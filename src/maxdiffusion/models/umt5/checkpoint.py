@@ -1,14 +1,14 @@
-"""Where the parameters of the UMT5 encoder are in a transformers checkpoint."""
+"""Checkpoint map between transformers' UMT5 encoder and `Umt5Encoder`."""
 
+from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry, linear
 from maxdiffusion.models.umt5 import Umt5Config
-from maxdiffusion.weights.checkpoint_map import CheckpointMap, Entry, linear
 
 _ATTENTION = "encoder.block.{layer}.layer.0"
 _MLP = "encoder.block.{layer}.layer.1"
 
 
 def umt5_map(config: Umt5Config) -> CheckpointMap:
-    """The table for a UMT5 encoder of `config`.
+    """Returns the map of a UMT5 encoder.
 
     The embedding is tied: `shared.weight` and `encoder.embed_tokens.weight` are one tensor, and a
     checkpoint may hold either name or both.

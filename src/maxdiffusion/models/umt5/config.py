@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 # Our field, its name in config.json, and what a config.json without that name means.
 _KEYS: tuple[tuple[str, str, int | float], ...] = (

@@ -1,21 +1,53 @@
-"""The UMT5 encoder: pre-norm blocks whose every layer has its own bias over relative positions.
+"""UMT5 encoder: pre-norm blocks, each with its own bias over relative positions.
 
-On a mesh every device has some columns of each weight, and heads to match. What goes into a product
-is whole on every device and what comes out of it is gathered, so that no sum is ever cut: a text
-gives the same rows on every mesh, but for the order in which one device adds up.
+Relative positions fall into buckets: exact nearby, logarithmic far away, one set per direction.
+
+On a mesh weights are column-sharded and activations are replicated, so that no contraction is
+split: a text gives the same rows on every mesh up to the order of sums on one device.
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.umt5.config import Umt5Config
-from maxdiffusion.models.umt5.relative_position import position_bias
+
+
+def relative_buckets(offsets: np.ndarray, *, buckets: int, max_distance: int) -> np.ndarray:
+    """The bucket of each offset (key position minus query position).
+
+    Half of the buckets are for keys after the query. Within a direction the first half hold one
+    distance each, the others grow by a constant factor, and the last holds all that is farther.
+    """
+    one_way = buckets // 2
+    exact = one_way // 2
+    distance = np.abs(offsets)
+    # float32, as transformers computes it, so that a distance on the edge falls on the same side
+    ratio = np.maximum(distance, exact).astype(np.float32) / np.float32(exact)
+    growth = np.log(ratio) / np.float32(math.log(max_distance / exact))
+    far = exact + (growth * np.float32(one_way - exact)).astype(np.int32)
+    bucket = np.where(distance < exact, distance, np.minimum(far, one_way - 1))
+    return (bucket + one_way * (offsets > 0)).astype(np.int32)
+
+
+def position_bias(
+    table: Float[Array, "buckets N"], length: int, config: Umt5Config
+) -> Float[Array, "N T T"]:
+    """Returns the bias of each head for every (query, key) pair of a text of `length` tokens."""
+    offsets = np.arange(1 - length, length)
+    buckets = relative_buckets(offsets, buckets=config.buckets, max_distance=config.max_distance)
+    by_offset = table[buckets]
+    positions = jnp.arange(length)
+    pairs = positions[None, :] - positions[:, None] + length - 1
+    return jnp.moveaxis(by_offset[pairs], -1, 0)
+
 
 Hidden = Float[Array, "B T E"]
 Mask = Bool[Array, "B T"]
@@ -56,7 +88,7 @@ class RmsNorm(nnx.Module):
         wide = hidden.astype(jnp.float32)
         mean_square = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
         normed = (wide * jax.lax.rsqrt(mean_square + self.eps)).astype(hidden.dtype)
-        return self.scale[...].astype(hidden.dtype) * normed
+        return jnp.broadcast_to(self.scale[...].astype(hidden.dtype), hidden.shape) * normed
 
 
 class SelfAttention(nnx.Module):
@@ -74,7 +106,7 @@ class SelfAttention(nnx.Module):
         table = _normal((config.buckets, config.heads), width**-0.5, rngs, param_dtype)
         self.position_table = nnx.Param(table, dims=("buckets", "head"))
 
-    def _split_heads(self, features: Float[Array, "B T I"]) -> Float[Array, "B T N H"]:
+    def _split_heads(self, features: Float[Array, "B T D"]) -> Float[Array, "B T N H"]:
         return features.reshape(*features.shape[:2], self.config.heads, self.config.head_dim)
 
     def __call__(
@@ -89,7 +121,7 @@ class SelfAttention(nnx.Module):
         )
         bias_NST = position_bias(self.position_table[...], hidden.shape[1], self.config)
         bias_NST = layout.constrain(bias_NST, "columns", "token", "token")
-        scores_BNST += bias_NST.astype(jnp.float32)
+        scores_BNST += bias_NST.astype(jnp.float32)[None]
         # The lowest finite number: a text without tokens gives no NaN, and is zeroed at the end.
         hidden_key = jnp.finfo(jnp.float32).min
         scores_BNST = jnp.where(mask[:, None, None, :], scores_BNST, hidden_key)
@@ -131,7 +163,7 @@ class Block(nnx.Module):
         return hidden + whole(self.mlp(self.mlp_norm(hidden), layout=layout), layout)
 
 
-def whole(features: Float[Array, "B T I"], layout: ActivationLayout) -> Float[Array, "B T I"]:
+def whole(features: Float[Array, "B T D"], layout: ActivationLayout) -> Float[Array, "B T D"]:
     """Columns of a product, gathered on every device."""
     features = layout.constrain(features, "text", "token", "columns")
     return layout.constrain(features, "text", "token", "rows")
@@ -155,7 +187,7 @@ class Umt5Encoder(nnx.Module):
         self.config = config
         self.dtype = jnp.dtype(dtype)
         table = _normal((config.vocab, config.width), 1.0, rngs, param_dtype)
-        self.embedding = nnx.Param(table, dims=("words", "width"))
+        self.embedding = nnx.Param(table, dims=("vocab", "width"))
 
         @nnx.split_rngs(splits=config.layers)
         @nnx.vmap(in_axes=0, out_axes=0)

@@ -20,16 +20,15 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.models.vae.coders import Decoder, Encoder
 from maxdiffusion.models.vae.config import WanVaeConfig
-from maxdiffusion.models.vae.convolution import Numerics, Pointwise
-from maxdiffusion.models.vae.decoder import Decoder
-from maxdiffusion.models.vae.encoder import Encoder
+from maxdiffusion.models.vae.layers import Numerics, Pointwise
 from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 from maxdiffusion.models.vae.tiling import Tiling, map_tiles
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
 
 ALL_FRAMES = -1
-# step(chunk, past) -> (result, past for the next chunk)
+# step(chunk, cache) -> (result, cache for the next chunk)
 Step = Callable[[Array, Any], tuple[Array, Any]]
 
 
@@ -38,7 +37,7 @@ Step = Callable[[Array, Any], tuple[Array, Any]]
 class LatentDistribution:
     """The normal distribution of latents that a video is encoded to."""
 
-    moments: Float[Array, "B F Y X K"]  # means, then logarithms of variances
+    moments: Float[Array, "B F Y X Z"]  # means, then logarithms of variances
 
     @property
     def mean(self) -> Float[Array, "B F Y X C"]:
@@ -113,7 +112,7 @@ class WanVae(nnx.Module):
         chunk: int = 1,
         tiling: Tiling | None = None,
         sharding: SpatialSharding = WHOLE,
-    ) -> Float[Array, "B f y x C"]:
+    ) -> Float[Array, "B f y x O"]:
         """The video, in [-1, 1], of denormalised latents.
 
         It is run `chunk` latent frames at a time (-1: all), in tiles or, with None, frames whole.
@@ -134,44 +133,46 @@ class WanVae(nnx.Module):
 
     def normalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
         """Encoded latents with the mean 0 and deviation 1 that the transformer works on."""
-        mean, std = self._statistics()
+        mean, std = self._statistics(latents.shape)
         return (latents.astype(jnp.float32) - mean) / std
 
     def denormalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
         """Latents of the transformer with the mean and deviation that `decode` takes."""
-        mean, std = self._statistics()
+        mean, std = self._statistics(latents.shape)
         return latents.astype(jnp.float32) * std + mean
 
-    def _statistics(self) -> tuple[Array, Array]:
-        config = self.config
-        return jnp.array(config.latents_mean, jnp.float32), jnp.array(
-            config.latents_std, jnp.float32
+    def _statistics(self, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Returns the channels' mean and deviation, broadcast to a shape."""
+        mean, std = (
+            jnp.broadcast_to(jnp.array(values, jnp.float32), shape)
+            for values in (self.config.latents_mean, self.config.latents_std)
         )
+        return mean, std
 
-    def _encoder_step(self, sharding: SpatialSharding, x: Array, past: Any) -> tuple[Array, Any]:
-        y, past = self.encoder(x, past, sharding)
-        return y, jax.tree.map(sharding.constrain, past)
+    def _encoder_step(self, sharding: SpatialSharding, x: Array, cache: Any) -> tuple[Array, Any]:
+        y, cache = self.encoder(x, cache, sharding)
+        return y, jax.tree.map(sharding.constrain, cache)
 
-    def _decoder_step(self, sharding: SpatialSharding, x: Array, past: Any) -> tuple[Array, Any]:
-        y, past = self.decoder(x, past, sharding)
-        return y, jax.tree.map(sharding.constrain, past)
+    def _decoder_step(self, sharding: SpatialSharding, x: Array, cache: Any) -> tuple[Array, Any]:
+        y, cache = self.decoder(x, cache, sharding)
+        return y, jax.tree.map(sharding.constrain, cache)
 
 
 def run_in_chunks(
     step: Step, x: Float[Array, "B F Y X C"], *, first: int, chunk: int
-) -> Float[Array, "B f y x D"]:
+) -> Float[Array, "B f y x O"]:
     """`step` of the `first` frames, then of all others, `chunk` at a time in one scan."""
-    y, past = step(x[:, :first], None)
+    y, cache = step(x[:, :first], None)
     count = (x.shape[1] - first) // chunk
     assert first + count * chunk == x.shape[1], (x.shape, first, chunk)
     if count == 0:
         return y
     if count == 1:
-        rest, _ = step(x[:, first:], past)
+        rest, _ = step(x[:, first:], cache)
         return jnp.concatenate([y, rest], axis=1)
     batch, _, *frame = x.shape
     chunks = jnp.moveaxis(x[:, first:].reshape(batch, count, chunk, *frame), 1, 0)
-    _, results = lax.scan(lambda past, frames: step(frames, past)[::-1], past, chunks)
+    _, results = lax.scan(lambda cache, frames: step(frames, cache)[::-1], cache, chunks)
     rest = jnp.moveaxis(results, 0, 1)
     return jnp.concatenate([y, rest.reshape(batch, -1, *rest.shape[3:])], axis=1)
 

@@ -1,16 +1,16 @@
-"""The tensors of a diffusers WAN 2.1 autoencoder and the parameters that they become."""
+"""Checkpoint map between diffusers' WAN 2.1 autoencoder and `WanVae`."""
 
 from collections.abc import Iterator
 
+from maxdiffusion.models.checkpoint_map import CONV2D, CONV3D, CheckpointMap, DropUnitDims, Entry
 from maxdiffusion.models.vae import WanVaeConfig
-from maxdiffusion.weights.checkpoint_map import CONV2D, CONV3D, CheckpointMap, DropOnes, Entry
 
-VIDEO_GAIN = DropOnes((-1, 1, 1, 1))
-FRAME_GAIN = DropOnes((-1, 1, 1))
+VIDEO_GAIN = DropUnitDims((-1, 1, 1, 1))
+FRAME_GAIN = DropUnitDims((-1, 1, 1))
 
 
 def vae_map(config: WanVaeConfig) -> CheckpointMap:
-    """Every parameter of a WanVae beside its diffusers name."""
+    """Returns the map of an autoencoder."""
     entries = (
         *_encoder(config),
         *_conv3d("quant_conv", "quant_conv"),
@@ -94,5 +94,5 @@ def _conv2d(ours: str, theirs: str) -> Iterator[Entry]:
     yield Entry(parameter=f"{ours}.bias", source=f"{theirs}.bias")
 
 
-def _gain(ours: str, theirs: str, transform: DropOnes) -> Entry:
+def _gain(ours: str, theirs: str, transform: DropUnitDims) -> Entry:
     return Entry(parameter=f"{ours}.gamma", source=f"{theirs}.gamma", transform=transform)

@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 # Per-channel mean and standard deviation of the latents that the released WAN 2.1 weights produce.
 LATENTS_MEAN = (
@@ -43,7 +43,7 @@ class WanVaeConfig:
             raise ProblemsFound(problems)
 
     @classmethod
-    def from_diffusers(cls, config: Mapping[str, Any]) -> Self:
+    def from_diffusers(cls, config: Mapping[str, Any]) -> "WanVaeConfig":
         """The config of a diffusers `vae/config.json`; missing keys take the defaults."""
         known = {field.name for field in fields(cls)}
         given = {key: _frozen(value) for key, value in config.items() if not key.startswith("_")}
@@ -75,12 +75,12 @@ class WanVaeConfig:
 
     @property
     def spatial_factor(self) -> int:
-        """How many pixels, along height and along width, one latent stands for."""
+        """Pixels per latent, along height and along width."""
         return 2 ** (len(self.dim_mult) - 1)
 
     @property
     def temporal_factor(self) -> int:
-        """How many video frames one latent frame stands for, apart from the first."""
+        """Video frames per latent frame, apart from the first."""
         return 2 ** sum(self.temperal_downsample)
 
     def latent_frames(self, frames: int) -> int:
@@ -102,7 +102,7 @@ class WanVaeConfig:
         return 1 + (latent_frames - 1) * self.temporal_factor
 
     def _size_problems(self) -> list[Problem]:
-        """What is wrong with the whole numbers."""
+        """Returns the problems of sizes that are not positive integers."""
         sizes = {
             name: getattr(self, name)
             for name in ("base_dim", "z_dim", "num_res_blocks", "in_channels", "out_channels")
@@ -110,7 +110,7 @@ class WanVaeConfig:
         sizes["decoder_base_dim"] = self.decoder_base_dim or self.base_dim
         sizes |= {f"dim_mult[{level}]": mult for level, mult in enumerate(self.dim_mult)}
         problems = [
-            Problem(name=name, value=size, rule="whole numbers from 1", remedy="Mend config.json")
+            Problem(name=name, value=size, rule="must be a positive integer")
             for name, size in sizes.items()
             if not isinstance(size, int) or size < 1
         ]
@@ -123,7 +123,7 @@ class WanVaeConfig:
         return problems
 
     def _length_problems(self) -> list[Problem]:
-        """What is wrong with the lengths of the lists."""
+        """Returns the problems of lists with a wrong length."""
         expected = {
             "temperal_downsample": len(self.dim_mult) - 1,
             "latents_mean": self.z_dim,
@@ -134,7 +134,6 @@ class WanVaeConfig:
                 name=name,
                 value=getattr(self, name),
                 rule=f"needs {length} values for dim_mult={self.dim_mult} and z_dim={self.z_dim}",
-                remedy="Mend config.json",
             )
             for name, length in expected.items()
             if len(getattr(self, name)) != length

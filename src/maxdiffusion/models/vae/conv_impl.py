@@ -1,4 +1,4 @@
-"""The sums of convolutions over [B F Y X C] on one device, written for the compiler at hand."""
+"""Convolutions over [B F Y X C] on one device, in the form that each compiler handles best."""
 
 from functools import partial
 
@@ -12,16 +12,16 @@ from maxdiffusion.models.vae.sharding import Padding
 
 def convolve_time(
     x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "K Ky Kx C D"],
+    kernel: Float[Array, "kf ky kx C O"],
     *,
     step: int,
     padding: Padding,
-) -> Float[Array, "B f y x D"]:
+) -> Float[Array, "B f y x O"]:
     """Windows of K frames, `step` frames apart; `padding` zeros go around height and width.
 
     XLA is slow with convolutions over three dimensions. Its CPU back end runs them on one thread,
     10 to 18 times slower than the same sums over two (64 x 64 pixels, 16 channels, float32, 2
-    cores). Its TPU back end takes minutes to compile one and lays data out anew around it.
+    cores). Its TPU back end takes minutes to compile one and adds layout copies around it.
     """
     forms = {"cpu": convolve_folded, "default": convolve_rows}
     bound = {name: partial(form, step=step, padding=padding) for name, form in forms.items()}
@@ -30,11 +30,11 @@ def convolve_time(
 
 def convolve_volume(
     x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "K Ky Kx C D"],
+    kernel: Float[Array, "kf ky kx C O"],
     *,
     step: int,
     padding: Padding,
-) -> Float[Array, "B f y x D"]:
+) -> Float[Array, "B f y x O"]:
     """`convolve_time` as one convolution over three dimensions: what the others are held to."""
     return lax.conv_general_dilated(
         x,
@@ -47,11 +47,11 @@ def convolve_volume(
 
 def convolve_folded(
     x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "K Ky Kx C D"],
+    kernel: Float[Array, "kf ky kx C O"],
     *,
     step: int,
     padding: Padding,
-) -> Float[Array, "B f y x D"]:
+) -> Float[Array, "B f y x O"]:
     """`convolve_time` over frames one by one, the K of a window side by side as channels."""
     taps, rows, columns, channels, out = kernel.shape
     count = (x.shape[1] - taps) // step + 1
@@ -62,11 +62,11 @@ def convolve_folded(
 
 def convolve_rows(
     x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "K Ky Kx C D"],
+    kernel: Float[Array, "kf ky kx C O"],
     *,
     step: int,
     padding: Padding,
-) -> Float[Array, "B f y x D"]:
+) -> Float[Array, "B f y x O"]:
     """`convolve_time` along rows of pixels, all rows of a frame at once, their taps as channels.
 
     There is one body of two loops to compile, over frames and over taps in time. On TPU7x 4 frames
@@ -77,8 +77,8 @@ def convolve_rows(
     taps, rows, columns, channels, out = kernel.shape
     zeros = jnp.pad(x, ((0, 0), (0, 0), *padding, (0, 0)))
     height, width = zeros.shape[2] - rows + 1, zeros.shape[3] - columns + 1
-    beside = jnp.concatenate([zeros[:, :, row : row + height] for row in range(rows)], axis=-1)
-    frames = jnp.moveaxis(beside, 1, 0).reshape(x.shape[1], -1, *beside.shape[3:])
+    stacked = jnp.concatenate([zeros[:, :, row : row + height] for row in range(rows)], axis=-1)
+    frames = jnp.moveaxis(stacked, 1, 0).reshape(x.shape[1], -1, *stacked.shape[3:])
     weights = jnp.moveaxis(kernel, 1, 2).reshape(taps, columns, rows * channels, out)
     empty = jnp.zeros((frames.shape[1], width, out), x.dtype)
 
@@ -96,7 +96,7 @@ def convolve_rows(
     return jnp.moveaxis(y.reshape(count, x.shape[0], height, width, out), 0, 1)
 
 
-def _along_rows(x: Float[Array, "Y X C"], kernel: Float[Array, "K C D"]) -> Float[Array, "Y x D"]:
+def _along_rows(x: Float[Array, "Y X C"], kernel: Float[Array, "kx C O"]) -> Float[Array, "Y x O"]:
     """A convolution over the width of every row."""
     return lax.conv_general_dilated(
         x, kernel, (1,), ((0, 0),), dimension_numbers=("NWC", "WIO", "NWC")
@@ -105,11 +105,11 @@ def _along_rows(x: Float[Array, "Y X C"], kernel: Float[Array, "K C D"]) -> Floa
 
 def convolve_frames(
     x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "Ky Kx C D"],
+    kernel: Float[Array, "ky kx C O"],
     *,
     stride: int,
     padding: Padding,
-) -> Float[Array, "B F y x D"]:
+) -> Float[Array, "B F y x O"]:
     """A convolution over height and width of every frame."""
     frames = x.reshape(-1, *x.shape[2:])
     y = lax.conv_general_dilated(

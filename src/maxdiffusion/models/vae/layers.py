@@ -1,24 +1,148 @@
-"""The layers that encoder and decoder share: norm, residual block, attention within a frame."""
+"""Layers of the causal VAE over [B F Y X C]: convolutions, norm, residual block, frame attention.
+
+A clip is run in chunks of frames. A layer with a receptive field in time returns its result and the
+last input frames (its *cache*), and takes the cache with the next chunk. The cache of the first
+chunk is `None`, which stands for zeros.
+"""
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from maxdiffusion.models.vae.convolution import CausalConv, Numerics, Pointwise
-from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
+from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_time
+from maxdiffusion.models.vae.sharding import WHOLE, Padding, SpatialSharding
+
+KERNEL_DIMS = ("time", "height", "width", "channels_in", "channels_out")
+HISTORY = 2  # frames that a causal convolution of three taps looks back
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The types that layers compute in and keep parameters in, and where first values come from."""
+
+    dtype: DTypeLike
+    param_dtype: DTypeLike
+    rngs: nnx.Rngs
+
+
+class ConvParams(nnx.Module):
+    """Weights [..., in, out] and a bias, handed out in the type that is computed in."""
+
+    def __init__(self, shape: tuple[int, ...], numerics: Numerics):
+        key, param_dtype = numerics.rngs.params(), numerics.param_dtype
+        dims = KERNEL_DIMS[-len(shape) :]
+        kernel = nnx.initializers.lecun_normal()(key, shape, param_dtype)
+        self.kernel = nnx.Param(kernel, dims=dims)
+        self.bias = nnx.Param(jnp.zeros(shape[-1:], param_dtype), dims=dims[-1:])
+        self.dtype = numerics.dtype
+
+    def weights(self) -> tuple[Array, Array]:
+        """Kernel and bias in the type that is computed in."""
+        return self.kernel[...].astype(self.dtype), self.bias[...].astype(self.dtype)
+
+
+class Pointwise(ConvParams):
+    """A convolution of one tap: a matrix product over the channels."""
+
+    def __call__(self, x: Float[Array, "*dims C"]) -> Float[Array, "*dims O"]:
+        kernel, bias = self.weights()
+        y = x @ kernel.reshape(kernel.shape[-2:])
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+class FrameConv(ConvParams):
+    """A convolution of 3 x 3 taps over every frame by itself."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B F Y X C"],
+        sharding: SpatialSharding = WHOLE,
+        *,
+        stride: int,
+        padding: tuple[int, int],
+    ) -> Float[Array, "B F y x O"]:
+        """The frames; `padding` zeros are put before and after, along height and along width."""
+        kernel, bias = self.weights()
+
+        def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
+            if stride == 1:
+                return convolve_time(x, kernel[None], step=1, padding=zeros)
+            return convolve_frames(x, kernel, stride=stride, padding=zeros)
+
+        y = sharding.by_piece(convolve, x, kernel, (padding, padding))
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+class CausalConv(ConvParams):
+    """A convolution that sees a frame and the two before it, and zeros around each frame."""
+
+    def __call__(
+        self,
+        x: Float[Array, "B F Y X C"],
+        cache: Float[Array, "B cached Y X C"] | None,
+        sharding: SpatialSharding = WHOLE,
+    ) -> tuple[Float[Array, "B F Y X O"], Float[Array, "B cached Y X C"]]:
+        """As many frames as given, and the cache for the next chunk."""
+        kernel, bias = self.weights()
+        window = with_cache(x, cache)
+        if cache is None and x.shape[1] == 1:
+            # All before a single frame is zero: only the last tap in time has something to see.
+            y = convolve_pieces(x, kernel[-1:], sharding, step=1)
+        else:
+            y = convolve_pieces(window, kernel, sharding, step=1)
+        return y + jnp.broadcast_to(bias, y.shape), window[:, -HISTORY:]
+
+
+class HalvingConv(ConvParams):
+    """Three taps in time that move by two frames: every result sees frames 2i, 2i+1 and 2i+2."""
+
+    def __call__(
+        self, x: Float[Array, "B F Y X C"], sharding: SpatialSharding = WHOLE
+    ) -> Float[Array, "B f Y X O"]:
+        kernel, bias = self.weights()
+        y = convolve_pieces(x, kernel, sharding, step=2)
+        return y + jnp.broadcast_to(bias, y.shape)
+
+
+def with_cache(
+    x: Float[Array, "B F Y X C"], cache: Float[Array, "B cached Y X C"] | None
+) -> Float[Array, "B f Y X C"]:
+    """The frames with those that a causal convolution looks back at in front."""
+    if cache is None:
+        return jnp.pad(x, ((0, 0), (HISTORY, 0), (0, 0), (0, 0), (0, 0)))
+    return jnp.concatenate([cache, x], axis=1)
+
+
+def convolve_pieces(
+    x: Float[Array, "B F Y X C"],
+    kernel: Float[Array, "kf ky kx C O"],
+    sharding: SpatialSharding,
+    *,
+    step: int,
+) -> Float[Array, "B f Y X O"]:
+    """`convolve_time` with zeros that keep the size of a frame, each device over its own piece."""
+    rows, columns = kernel.shape[1] // 2, kernel.shape[2] // 2
+
+    def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
+        return convolve_time(x, kernel, step=step, padding=zeros)
+
+    return sharding.by_piece(convolve, x, kernel, ((rows, rows), (columns, columns)))
+
 
 # Attention scores that one device holds at a time: 2^26 float32 are 256 MiB. A 720p frame has
 # 14,400^2 = 3.1 * 2^26 of them.
 MOST_SCORES = 2**26
 
-# What a layer has seen: nested tuples of [B K Y X C] in the order of its own layers.
-Past = Any
+# Nested tuples of [B cached Y X C] in the order of a layer's own layers.
+Cache = Any
 
 
 class RmsNorm(nnx.Module):
@@ -32,7 +156,8 @@ class RmsNorm(nnx.Module):
         squares = jnp.sum(values * values, axis=-1, keepdims=True)
         # The norm is kept above 1e-12, so its square above 1e-24.
         scale = lax.rsqrt(jnp.maximum(squares, 1e-24)) * math.sqrt(x.shape[-1])
-        return (values * scale * self.gamma[...].astype(jnp.float32)).astype(x.dtype)
+        gamma = jnp.broadcast_to(self.gamma[...].astype(jnp.float32), x.shape)
+        return (values * scale * gamma).astype(x.dtype)
 
 
 class ResidualBlock(nnx.Module):
@@ -48,12 +173,12 @@ class ResidualBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding = WHOLE
-    ) -> tuple[Float[Array, "B F Y X D"], Past]:
-        past1, past2 = (None, None) if past is None else past
-        y, past1 = self.conv1(jax.nn.silu(self.norm1(x)), past1, sharding)
-        y, past2 = self.conv2(jax.nn.silu(self.norm2(y)), past2, sharding)
-        return y + (x if self.shortcut is None else self.shortcut(x)), (past1, past2)
+        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding = WHOLE
+    ) -> tuple[Float[Array, "B F Y X O"], Cache]:
+        cache1, cache2 = (None, None) if cache is None else cache
+        y, cache1 = self.conv1(jax.nn.silu(self.norm1(x)), cache1, sharding)
+        y, cache2 = self.conv2(jax.nn.silu(self.norm2(y)), cache2, sharding)
+        return y + (x if self.shortcut is None else self.shortcut(x)), (cache1, cache2)
 
 
 class FrameAttention(nnx.Module):
@@ -83,9 +208,9 @@ class MidBlock(nnx.Module):
         self.after = ResidualBlock(dim, dim, numerics)
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding
-    ) -> tuple[Float[Array, "B F Y X C"], Past]:
-        before, after = (None, None) if past is None else past
+        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding
+    ) -> tuple[Float[Array, "B F Y X C"], Cache]:
+        before, after = (None, None) if cache is None else cache
         x, before = self.before(x, before, sharding)
         x = self.attention(sharding.constrain(x), sharding)
         x, after = self.after(x, after, sharding)
@@ -101,7 +226,7 @@ class Stage(nnx.Module):
         numerics: Numerics,
         *,
         blocks: int,
-        resample: Callable[[Array, Past, SpatialSharding], tuple[Array, Past]] | None,
+        resample: Callable[[Array, Cache, SpatialSharding], tuple[Array, Cache]] | None,
     ):
         widths = (dims[0], *(dims[1],) * blocks)
         self.resnets = nnx.List(
@@ -110,16 +235,16 @@ class Stage(nnx.Module):
         self.resample = resample
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], past: Past, sharding: SpatialSharding = WHOLE
-    ) -> tuple[Float[Array, "B f y x D"], Past]:
+        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding = WHOLE
+    ) -> tuple[Float[Array, "B f y x O"], Cache]:
         layers: list[Any] = (
             [*self.resnets] if self.resample is None else [*self.resnets, self.resample]
         )
-        seen = []
+        caches = []
         for index, layer in enumerate(layers):
-            x, layer_past = layer(x, None if past is None else past[index], sharding)
-            seen.append(layer_past)
-        return x, tuple(seen)
+            x, layer_cache = layer(x, None if cache is None else cache[index], sharding)
+            caches.append(layer_cache)
+        return x, tuple(caches)
 
 
 def attend_frame_by_frame(
@@ -127,10 +252,12 @@ def attend_frame_by_frame(
     k: Float[Array, "B F Y X C"],
     v: Float[Array, "B F Y X C"],
     sharding: SpatialSharding,
+    *,
+    most_scores: int = MOST_SCORES,
 ) -> Float[Array, "B F Y X C"]:
     """Softmax attention among the pixels of each frame, one frame and a few rows at a time."""
     batch, frames, height, width, channels = q.shape
-    pieces = _row_pieces(batch, height, width, sharding)
+    pieces = _row_pieces(batch, height, width, sharding, most_scores)
     # Rows of one device are next to each other, so the pieces that follow one another in time are
     # taken from within every device's rows: [rows of devices, pieces, rows of a piece].
     grid = (sharding.rows, pieces, height // sharding.rows // pieces)
@@ -147,8 +274,8 @@ def attend_frame_by_frame(
 
 
 def _attend(
-    q: Float[Array, "B R Y X C"], k: Float[Array, "B T C"], v: Float[Array, "B T C"]
-) -> Float[Array, "B R Y X C"]:
+    q: Float[Array, "B strips Y X C"], k: Float[Array, "B T C"], v: Float[Array, "B T C"]
+) -> Float[Array, "B strips Y X C"]:
     """Attention of the given pixels to all of the frame's; the softmax is taken in float32."""
     scores = jnp.einsum("bryxc,btc->bryxt", q, k, preferred_element_type=jnp.float32)
     weights = jax.nn.softmax(scores * (1 / math.sqrt(q.shape[-1])), axis=-1)
@@ -162,12 +289,14 @@ def _in_turn(function: Callable[[Any], Array], xs: Any) -> Array:
     return lax.map(function, xs)
 
 
-def _row_pieces(batch: int, height: int, width: int, sharding: SpatialSharding) -> int:
-    """Into how many turns a device's rows go so that it holds at most MOST_SCORES scores."""
+def _row_pieces(
+    batch: int, height: int, width: int, sharding: SpatialSharding, most_scores: int
+) -> int:
+    """Returns the number of turns in which a device holds at most `most_scores` scores."""
     rows = height // sharding.rows
     scores = batch * rows * (width // sharding.columns) * height * width
     return next(
         pieces
         for pieces in range(1, rows + 1)
-        if rows % pieces == 0 and (scores // pieces <= MOST_SCORES or pieces == rows)
+        if rows % pieces == 0 and (scores // pieces <= most_scores or pieces == rows)
     )

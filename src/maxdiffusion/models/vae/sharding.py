@@ -1,9 +1,8 @@
-"""How frames are cut into rows and columns of devices."""
+"""Spatial sharding of frames over rows and columns of devices, with halo exchange."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 AXES = ("batch", "redundant", "rows", "columns")
 PIECES = PartitionSpec("batch", None, "rows", "columns")
@@ -37,7 +36,7 @@ class SpatialSharding:
     @classmethod
     def over(
         cls, devices: Sequence[jax.Device], vae_spatial: int, *, batch: int, height: int, width: int
-    ) -> Self:
+    ) -> "SpatialSharding":
         """The finest equal split of a latent frame over `vae_spatial` devices (-1: all of them).
 
         Devices keep their order, so the result works in one program with any other mesh over them;
@@ -164,7 +163,7 @@ def _with_borders(x: Array, dim: int, axis: str, count: int, sizes: tuple[int, i
 
 
 def _sent(x: Array, axis: str, pairs: list[tuple[int, int]]) -> Array:
-    """What a neighbour sends; zeros where there is none."""
+    """Returns what a neighbour sends; zeros where there is none."""
     return lax.ppermute(x, axis, pairs) if pairs else jnp.zeros_like(x)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 Grid = list[list[Array]]
 
@@ -23,7 +23,7 @@ class Tiling:
 
     def __post_init__(self) -> None:
         problems = [
-            Problem(name=field.name, value=size, rule="whole numbers from 1", remedy="Mend it")
+            Problem(name=field.name, value=size, rule="must be a positive integer")
             for field in fields(self)
             if not isinstance(size := getattr(self, field.name), int) or size < 1
         ]
@@ -60,7 +60,7 @@ class Tiling:
         return Tiling(**{field.name: getattr(self, field.name) // factor for field in fields(self)})
 
     def covers(self, height: int, width: int) -> bool:
-        """Whether one tile holds the whole frame, so that there is nothing to tile."""
+        """Returns whether one tile holds the whole frame."""
         return height <= self.tile_height and width <= self.tile_width
 
     def cut(self, x: Float[Array, "B F Y X C"]) -> Grid:

@@ -1,19 +1,25 @@
-"""One block of the transformer: self-attention, attention to the text, feed-forward."""
+"""One block of the transformer: self-attention, cross-attention to the text, MLP.
 
-from dataclasses import dataclass, replace
-from typing import Any
+Queries and keys are normed across all heads; positions enter as RoPE. A fused attention takes the
+projections and runs qk-norm, RoPE and the head layout of its context-parallel scheme in one pass
+(`kernels.qk_prep.qk_norm_rope_scatter`). Any other takes finished heads.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from maxdiffusion.attention import AttentionPlan, BlockAttention
-from maxdiffusion.kernels.heads import Columns, heads_of
+from maxdiffusion.attention import Attention, AttentionPlan, BlockAttention
+from maxdiffusion.attention.plan import merge_heads, split_heads
+from maxdiffusion.kernels.qk_prep import ProjectedHeads, rotate
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.config import WanTransformerConfig
-from maxdiffusion.models.wan.embeddings import MODULATIONS
 from maxdiffusion.models.wan.layers import (
+    MODULATIONS,
     LayerNorm,
     Linear,
     Numerics,
@@ -23,14 +29,14 @@ from maxdiffusion.models.wan.layers import (
     modulation_table,
 )
 
-COLUMNS = ("batch", "sequence", "heads")
-"""Heads side by side, as projections write and read them."""
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TextKeysValues:
     """Keys and values of the text for every layer; they are the same at every step."""
+
+    # As a pytree it also holds descriptions of arrays in their place.
+    __no_type_check__: ClassVar[bool] = True
 
     keys: Float[Array, "*L B T N H"]
     values: Float[Array, "*L B T N H"]
@@ -39,18 +45,21 @@ class TextKeysValues:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """What all blocks of one forward share: the modulations of the step and the rotations."""
+    """Inputs that all blocks of one forward share: modulations of the step, and RoPE tables."""
 
-    modulation: Float[Array, "B K D"]
-    cosines: Float[Array, "S K"]
-    sines: Float[Array, "S K"]
+    # As a pytree it also holds descriptions of arrays in their place.
+    __no_type_check__: ClassVar[bool] = True
+
+    modulation: Float[Array, "B A D"]
+    cosines: Float[Array, "S R"]
+    sines: Float[Array, "S R"]
 
 
 class Projections(nnx.Module):
-    """The four linear maps and two norms that every attention of WAN has."""
+    """The four linear maps and two norms of an attention."""
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
-        square, width = (config.model_dim, config.model_dim), config.width_word
+        square, width = (config.model_dim, config.model_dim), config.model_dim_axis
         self.head_dim = config.head_dim
         self.to_q = Linear(square, (width, "heads"), numerics, rngs=rngs)
         self.to_k = Linear(square, (width, "heads"), numerics, rngs=rngs)
@@ -60,28 +69,28 @@ class Projections(nnx.Module):
         self.norm_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
     @jax.named_scope("qkv")
-    def queries(self, x: Float[Array, "B S D"]) -> Columns:
-        """Queries of x, whose norm is still to be done."""
-        return self.norm_q.columns(self.to_q(x))
+    def queries(self, x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Returns the queries of x before their norm, heads side by side."""
+        return self.to_q(x)
 
     @jax.named_scope("qkv")
-    def keys(self, x: Float[Array, "B T D"]) -> Columns:
-        """Keys of x, whose norm is still to be done."""
-        return self.norm_k.columns(self.to_k(x))
+    def keys(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the keys of x before their norm, heads side by side."""
+        return self.to_k(x)
 
     @jax.named_scope("qkv")
-    def values(self, x: Float[Array, "B T D"]) -> Columns:
-        """Values of x."""
-        return Columns(values=self.to_v(x))
+    def values(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Returns the values of x, heads side by side."""
+        return self.to_v(x)
 
     @jax.named_scope("out")
-    def output(self, columns_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        """What the heads found, mixed into one vector per token."""
-        return self.to_out(columns_BSD)
+    def output(self, heads_BSD: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        """Returns the output projection of all heads."""
+        return self.to_out(heads_BSD)
 
 
 class SelfAttention(Projections):
-    """Every video token looks at every other one; positions enter as rotations."""
+    """Attention of every video token to every other, with RoPE."""
 
     def __call__(
         self,
@@ -91,52 +100,78 @@ class SelfAttention(Projections):
         attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        seen = attention.of_columns(*self.columns(x, step, layout))
-        return self.output(layout.constrain(seen, *COLUMNS))
+        q, k, v = self.project(x, layout)
+        if attention.fused:
+            out = attention.attend_projected(
+                pending(q, self.norm_q, step), pending(k, self.norm_k, step), pending(v)
+            )
+        else:
+            q, k, v = self.heads(q, k, v, step)
+            out = merge_heads(attention(q, k, v))
+        return self.output(constrain_heads(out, layout))
 
-    def columns(
-        self, x: Float[Array, "B S D"], step: StepContext, layout: ActivationLayout
-    ) -> tuple[Columns, Columns, Columns]:
-        """Queries and keys, to be turned by their positions, and values."""
-        turn: dict[str, Any] = {"cosines": step.cosines, "sines": step.sines}
-        queries, keys = (replace(part, **turn) for part in (self.queries(x), self.keys(x)))
-        return pinned(queries, layout), pinned(keys, layout), pinned(self.values(x), layout)
+    def project(
+        self, x: Float[Array, "B S D"], layout: ActivationLayout
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S D"]]:
+        """Returns queries, keys and values of x, before qk-norm and RoPE."""
+        q, k = self.queries(x), self.keys(x)
+        q, k = constrain_heads(q, layout), constrain_heads(k, layout)
+        return q, k, constrain_heads(self.values(x), layout)
+
+    def heads(
+        self,
+        q: Float[Array, "B S D"],
+        k: Float[Array, "B S D"],
+        v: Float[Array, "B S D"],
+        step: StepContext,
+    ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N H"], Float[Array, "B S N H"]]:
+        """Returns the heads of projections: qk-norm and RoPE applied."""
+        q, k = (
+            rotate(split_heads(norm(x), self.head_dim), step.cosines, step.sines)
+            for norm, x in ((self.norm_q, q), (self.norm_k, k))
+        )
+        return q, k, split_heads(v, self.head_dim)
 
 
 class CrossAttention(Projections):
-    """Every video token looks at the whole text, its padding rows included."""
+    """Attention of every video token to the whole text, its padding rows included."""
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
         text: TextKeysValues,
         *,
-        attention: AttentionPlan,
+        attention: Attention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        keys, values = (
-            Columns(values=part.reshape(*part.shape[:2], -1)) for part in (text.keys, text.values)
-        )
-        read = attention.of_columns(pinned(self.queries(x), layout), keys, values)
-        return self.output(layout.constrain(read, *COLUMNS))
+        q = constrain_heads(self.queries(x), layout)
+        if attention.fused:
+            keys, values = merge_heads(text.keys), merge_heads(text.values)
+            out = attention.attend_projected(
+                pending(q, self.norm_q), pending(keys), pending(values)
+            )
+        else:
+            heads = split_heads(self.norm_q(q), self.head_dim)
+            out = merge_heads(attention(heads, text.keys, text.values))
+        return self.output(constrain_heads(out, layout))
 
     def keys_values(
         self, context_BTD: Float[Array, "B T D"], layout: ActivationLayout
     ) -> TextKeysValues:
-        """Keys and values of one layer for an embedded text; every device needs all of its rows."""
+        """Returns keys and values of one layer for an embedded text, replicated on a context."""
         dims = ("batch", "text", "heads", "head")
-        keys, values = self.keys(context_BTD), self.values(context_BTD)
+        k, v = self.keys(context_BTD), self.values(context_BTD)
         return TextKeysValues(
-            keys=layout.constrain(heads_of(keys, self.head_dim), *dims),
-            values=layout.constrain(heads_of(values, self.head_dim), *dims),
+            keys=layout.constrain(split_heads(self.norm_k(k), self.head_dim), *dims),
+            values=layout.constrain(split_heads(v, self.head_dim), *dims),
         )
 
 
 class FeedForward(nnx.Module):
-    """Widens every token, bends it and narrows it again."""
+    """Position-wise MLP: D -> M, GELU, M -> D."""
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
-        narrow, wide, width = config.model_dim, config.ffn_dim, config.width_word
+        narrow, wide, width = config.model_dim, config.ffn_dim, config.model_dim_axis
         self.up = Linear((narrow, wide), (width, "mlp"), numerics, rngs=rngs)
         self.down = Linear((wide, narrow), ("mlp", width), numerics, rngs=rngs)
 
@@ -149,7 +184,7 @@ class FeedForward(nnx.Module):
 
 
 class WanBlock(nnx.Module):
-    """Self-attention and feed-forward are moved by the time of the step, the text is not."""
+    """DiT block: AdaLN-modulated self-attention and MLP; cross-attention is unmodulated."""
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
         self.eps = config.eps
@@ -170,23 +205,24 @@ class WanBlock(nnx.Module):
     ) -> Float[Array, "B S D"]:
         shift, scale, gate, shift_2, scale_2, gate_2 = self.modulations(step)
         with jax.named_scope("self_attention"):
-            moved = written(modulate(x, shift, scale, eps=self.eps))
-            seen = self.attn1(moved, step, attention=attention.self_attention, layout=layout)
-            x = pin_tokens(gated_sum(x, seen, gate), layout)
+            modulated = materialize(modulate(x, shift, scale, eps=self.eps))
+            change = self.attn1(modulated, step, attention=attention.self_attention, layout=layout)
+            x = constrain_tokens(gated_sum(x, change, gate), layout)
         with jax.named_scope("cross_attention"):
             plan = attention.cross_attention
-            read = self.attn2(self.norm2(x), text, attention=plan, layout=layout)
-            x = pin_tokens(x + read, layout)
+            change = self.attn2(self.norm2(x), text, attention=plan, layout=layout)
+            x = constrain_tokens(x + change, layout)
         with jax.named_scope("ffn"):
-            moved = modulate(x, shift_2, scale_2, eps=self.eps)
-            return pin_tokens(gated_sum(x, self.ffn(moved, layout=layout), gate_2), layout)
+            modulated = modulate(x, shift_2, scale_2, eps=self.eps)
+            change = self.ffn(modulated, layout=layout)
+            return constrain_tokens(gated_sum(x, change, gate_2), layout)
 
     def modulations(self, step: StepContext) -> tuple[Float[Array, "B D"], ...]:
-        """Shift, scale and gate of self-attention, then of the feed-forward."""
-        modulation = self.scale_shift_table[...] + step.modulation.astype(jnp.float32)
+        """Returns shift, scale and gate of self-attention, then of the MLP."""
+        modulation = self.scale_shift_table[...][None] + step.modulation.astype(jnp.float32)
         return jnp.unstack(modulation, axis=1)
 
-    def fast_heads(
+    def fixed_m_eligible_heads(
         self,
         x: Float[Array, "B S D"],
         step: StepContext,
@@ -194,38 +230,49 @@ class WanBlock(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Int[Array, ""]:
-        """How many (batch, head) pairs of self-attention pass the gate of fixed-m softmax."""
+        """Returns how many (batch, head) pairs of self-attention pass the gate of fixed-m."""
         shift, scale, *_ = self.modulations(step)
-        moved = modulate(x, shift, scale, eps=self.eps)
-        width = attention.self_attention.problem.head_dim
-        columns = self.attn1.columns(moved, step, layout)
-        queries, keys, values = (heads_of(part, width) for part in columns)
-        return attention.self_attention.fast_heads(queries, keys, values)
+        q, k, v = self.attn1.project(modulate(x, shift, scale, eps=self.eps), layout)
+        q, k, v = self.attn1.heads(q, k, v, step)
+        return attention.self_attention.fixed_m_eligible_heads(q, k, v)
 
 
 @jax.named_scope("gate")
 def gated_sum(
     x: Float[Array, "B S D"], change: Float[Array, "B S D"], gate_BD: Float[Array, "B D"]
 ) -> Float[Array, "B S D"]:
-    """x plus what a part of the block adds, weighted per feature; float32, one rounding."""
+    """Returns x + gate * change in float32, rounded once."""
     added = change.astype(jnp.float32) * gate_BD[:, None, :]
     return (x.astype(jnp.float32) + added).astype(x.dtype)
 
 
-def written(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-    """x, written once for the three products that read it.
+def materialize(x: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+    """Returns x, written to HBM once for the three products that read it.
 
-    Otherwise XLA norms every row again for each: 0.35 M cycles more a product, where writing takes
-    0.62 M (18,904 rows of 5120 on tpu7x). Where one product reads it, that is no gain.
+    Otherwise XLA recomputes the norm of every row for each: 0.35 M cycles more a product, where
+    writing takes 0.62 M (18,904 rows of 5120 on tpu7x). For a single product it is no gain.
     """
     return jax.lax.optimization_barrier(x)
 
 
-def pin_tokens(x: Float[Array, "B S D"], layout: ActivationLayout) -> Float[Array, "B S D"]:
-    """Tokens, placed on the mesh."""
+def constrain_tokens(x: Float[Array, "B S D"], layout: ActivationLayout) -> Float[Array, "B S D"]:
+    """Constrains tokens to their sharding."""
     return layout.constrain(x, "batch", "sequence", "model")
 
 
-def pinned(columns: Columns, layout: ActivationLayout) -> Columns:
-    """Columns, placed on the mesh."""
-    return replace(columns, values=layout.constrain(columns.values, *COLUMNS))
+def constrain_heads(x: Float[Array, "B S D"], layout: ActivationLayout) -> Float[Array, "B S D"]:
+    """Constrains heads, side by side as projections write them, to their sharding."""
+    return layout.constrain(x, "batch", "sequence", "heads")
+
+
+def pending(
+    x: Float[Array, "B S D"], norm: RmsNorm | None = None, step: StepContext | None = None
+) -> ProjectedHeads:
+    """Returns a projection whose norm and RoPE are left to the fused pass."""
+    return ProjectedHeads(
+        values=x,
+        gain=None if norm is None else norm.scale[...],
+        cosines=None if step is None else step.cosines,
+        sines=None if step is None else step.sines,
+        eps=0.0 if norm is None else norm.eps,
+    )

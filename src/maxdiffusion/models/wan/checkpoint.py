@@ -1,23 +1,23 @@
-"""The table between a diffusers WAN transformer checkpoint and `WanTransformer`."""
+"""Checkpoint map between diffusers' WAN transformer and `WanTransformer`."""
 
 from collections.abc import Iterable
 
-from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.weights.checkpoint_map import (
+from maxdiffusion.models.checkpoint_map import (
     CONV3D,
     LINEAR,
     CheckpointMap,
-    DropOnes,
+    DropUnitDims,
     Entry,
     RopeHalves,
     linear,
 )
+from maxdiffusion.models.wan import WanTransformerConfig
 
 _BLOCK = "blocks.{layer}"
 
 
 def transformer_map(config: WanTransformerConfig) -> CheckpointMap:
-    """Every parameter of the transformer and the checkpoint tensors that it comes from."""
+    """Returns the map of a transformer."""
     return CheckpointMap(
         entries=(*_outer(), *_self_attention(config.head_dim), *_cross_attention(), *_rest()),
         layers=config.layers,
@@ -40,12 +40,12 @@ def _outer() -> Iterable[Entry]:
     yield Entry(
         parameter="scale_shift_table",
         source="scale_shift_table",
-        transform=DropOnes((1, 2, -1)),
+        transform=DropUnitDims((1, 2, -1)),
     )
 
 
 def _self_attention(head_dim: int) -> Iterable[Entry]:
-    """Queries and keys are rotated in halves, so their features are regrouped, gains included."""
+    """Yields the entries of self-attention; features of q and k are regrouped for RoPE."""
     for part in ("q", "k"):
         yield Entry(
             parameter=f"blocks.attn1.to_{part}.kernel",
@@ -87,5 +87,5 @@ def _rest() -> Iterable[Entry]:
     yield Entry(
         parameter="blocks.scale_shift_table",
         source=f"{_BLOCK}.scale_shift_table",
-        transform=DropOnes((1, 6, -1)),
+        transform=DropUnitDims((1, 6, -1)),
     )

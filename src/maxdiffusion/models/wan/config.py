@@ -1,11 +1,11 @@
-"""The shape of a WAN transformer: its sizes, where they come from, and what they must satisfy."""
+"""Sizes of a WAN transformer, read from diffusers' config and checked."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from maxdiffusion.mesh.layout import SPREAD
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.mesh.mesh import FSDP_CONTEXT
 
 # diffusers' key -> ours, for the keys that carry a size.
 _SIZES = {
@@ -56,7 +56,7 @@ class WanTransformerConfig:
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> "WanTransformerConfig":
-        """The config that a diffusers `transformer/config.json` describes."""
+        """Returns the config of a diffusers `transformer/config.json`."""
         given = {key: value for key, value in config.items() if not key.startswith("_")}
         problems = [_unknown(key, given[key]) for key in given if key not in _SIZES | _FIXED]
         problems += [
@@ -77,12 +77,12 @@ class WanTransformerConfig:
         return self.heads * self.head_dim
 
     @property
-    def width_word(self) -> str:
-        """What the model width is called in the weights of blocks, for the mesh to place them."""
-        return SPREAD if self.spread_weights else "model"
+    def model_dim_axis(self) -> str:
+        """Name of the model width in the weights of blocks; the mesh shards by it."""
+        return FSDP_CONTEXT if self.spread_weights else "model"
 
     def grid(self, latent_FYX: tuple[int, int, int]) -> tuple[int, int, int]:
-        """How many patches fit along frames, rows and columns of a latent video."""
+        """Returns the number of patches along frames, rows and columns of a latent video."""
         rest = [size % patch for size, patch in zip(latent_FYX, self.patch, strict=True)]
         if any(rest):
             raise ValueError(
@@ -100,7 +100,7 @@ class WanTransformerConfig:
         return frames, rows, columns
 
     def tokens(self, latent_FYX: tuple[int, int, int]) -> int:
-        """How many tokens a latent video becomes."""
+        """Returns the number of tokens of a latent video."""
         frames, rows, columns = self.grid(latent_FYX)
         return frames * rows * columns
 
@@ -116,7 +116,7 @@ class WanTransformerConfig:
                 name=name,
                 value=value,
                 rule="sizes are whole numbers from 1",
-                remedy="Mend the transformer's config.json",
+                remedy="Correct the transformer's config.json",
             )
             for name, value in whole.items()
             if isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -127,8 +127,8 @@ class WanTransformerConfig:
             Problem(
                 name=name,
                 value=value,
-                rule="it holds pairs (cosine and sine), so it is even",
-                remedy="Mend the transformer's config.json",
+                rule="must be even: it holds pairs of cosine and sine",
+                remedy="Correct the transformer's config.json",
             )
             for name, value in (("head_dim", self.head_dim), ("freq_dim", self.freq_dim))
             if isinstance(value, int) and value % 2
@@ -154,20 +154,23 @@ def _not_run(key: str, value: object, only: object) -> Problem:
 
 
 def wan_2_1_t2v_1_3b() -> WanTransformerConfig:
-    """Sizes of WAN 2.1 T2V 1.3B."""
+    """Returns the sizes of WAN 2.1 T2V 1.3B."""
     return WanTransformerConfig(layers=30, heads=12, ffn_dim=8960)
 
 
 def wan_2_1_t2v_14b() -> WanTransformerConfig:
-    """Sizes of WAN 2.1 T2V 14B."""
+    """Returns the sizes of WAN 2.1 T2V 14B."""
     return WanTransformerConfig()
 
 
 def wan_2_2_t2v_a14b() -> WanTransformerConfig:
-    """Sizes of each of the two experts of WAN 2.2 T2V A14B."""
+    """Returns the sizes of each of the two experts of WAN 2.2 T2V A14B."""
     return WanTransformerConfig()
 
 
 def wan_2_2_i2v_a14b() -> WanTransformerConfig:
-    """Sizes of each expert of WAN 2.2 I2V A14B: 16 latent, 4 mask and 16 image channels go in."""
+    """Returns the sizes of each expert of WAN 2.2 I2V A14B.
+
+    Its input has 16 latent, 4 mask and 16 image channels.
+    """
     return WanTransformerConfig(in_channels=36)

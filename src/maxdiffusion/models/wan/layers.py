@@ -1,20 +1,60 @@
-"""Linear layers, norms and activations with the roundings that WAN checkpoints expect."""
+"""Layers of the WAN transformer: RoPE tables, linear maps, norms, activations, input embeddings.
+
+They round where the code that the checkpoints were trained with rounds.
+"""
 
 import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
-from maxdiffusion.kernels.heads import Columns
-from maxdiffusion.mesh.layout import SPREAD
+from maxdiffusion.kernels.qk_prep import rms_norm
+from maxdiffusion.mesh.mesh import FSDP_CONTEXT
+from maxdiffusion.models.wan.config import WanTransformerConfig
+
+THETA = 10_000.0
+
+
+def axis_widths(head_dim: int) -> tuple[int, int, int]:
+    """Returns how many features of a head encode the frame, the row and the column."""
+    space = 2 * (head_dim // 6)
+    return head_dim - 2 * space, space, space
+
+
+def rotation_tables(
+    grid_FYX: tuple[int, int, int], head_dim: int
+) -> tuple[Float[Array, "S R"], Float[Array, "S R"]]:
+    """Returns cosines and sines of every token and pair of features, by frame, row, column.
+
+    A program holds one small table per axis and broadcasts it over the tokens: the whole table
+    would be 19 MB for the 75,600 tokens of a 720p video. Angles are float64 until the last step, so
+    that a table does not depend on its length.
+    """
+    cosines: list[Array] = []
+    sines: list[Array] = []
+    for axis, (size, width) in enumerate(zip(grid_FYX, axis_widths(head_dim), strict=True)):
+        frequencies = THETA ** -(np.arange(0, width, 2, dtype=np.float64) / width)
+        angles = np.outer(np.arange(size, dtype=np.float64), frequencies)
+        shape = [1, 1, 1, frequencies.size]
+        shape[axis] = size
+        for tables, function in ((cosines, np.cos), (sines, np.sin)):
+            table = jnp.asarray(function(angles).astype(np.float32).reshape(shape))
+            tables.append(jnp.broadcast_to(table, (*grid_FYX, frequencies.size)))
+    return _by_token(cosines), _by_token(sines)
+
+
+def _by_token(tables: list[Float[Array, "F Y X _R"]]) -> Float[Array, "S R"]:
+    table_FYXR = jnp.concatenate(tables, axis=-1)
+    return table_FYXR.reshape(-1, table_FYXR.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What a model computes in, and what its parameters are kept in."""
+    """The dtypes of computation and of parameters."""
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
@@ -41,12 +81,12 @@ class Linear(nnx.Module):
             jnp.zeros(sizes[1], numerics.param_dtype), dims=(vector_dim(dims[1]),)
         )
 
-    def __call__(self, x: Float[Array, "... K"]) -> Float[Array, "... K"]:
+    def __call__(self, x: Float[Array, "*dims I"]) -> Float[Array, "*dims O"]:
         return affine(x, self.kernel[...], self.bias[...], dtype=self.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm with gain and offset, in float32 whatever the model computes in."""
+    """Layer norm with scale and bias, always in float32."""
 
     def __init__(self, features: int, *, eps: float):
         self.eps = eps
@@ -55,36 +95,36 @@ class LayerNorm(nnx.Module):
 
     @jax.named_scope("norm")
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        normal = standardize(x, eps=self.eps) * self.scale[...] + self.bias[...]
+        scale, bias = (jnp.broadcast_to(part[...], x.shape) for part in (self.scale, self.bias))
+        normal = standardize(x, eps=self.eps) * scale + bias
         return normal.astype(x.dtype)
 
 
 class RmsNorm(nnx.Module):
-    """x over its root mean square along all heads together, times a gain; float32, one rounding."""
+    """x over its root mean square across all heads, times a scale; float32, rounded once."""
 
     def __init__(self, features: int, numerics: Numerics, *, eps: float):
         self.eps = eps
         self.scale = nnx.Param(jnp.ones(features, numerics.param_dtype), dims=("heads",))
 
-    def columns(self, x: Float[Array, "B S D"]) -> Columns:
-        """x with this norm still to be done: attention does it on its way to the heads."""
-        return Columns(values=x, gain=self.scale[...], eps=self.eps)
+    def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        return rms_norm(x, self.scale[...], eps=self.eps)
 
 
 def vector_dim(dim: str) -> str:
-    """The word for a vector along `dim`: vectors of the model width are small and stay whole."""
-    return "width" if dim in ("model", SPREAD) else dim
+    """Returns the dimension of a vector along `dim`: those of the model width are replicated."""
+    return "width" if dim in ("model", FSDP_CONTEXT) else dim
 
 
 def affine(
-    x: Float[Array, "... K"],
-    kernel: Float[Array, "K M"],
-    bias: Float[Array, " M"],
+    x: Float[Array, "*dims I"],
+    kernel: Float[Array, "I O"],
+    bias: Float[Array, " O"],
     *,
     dtype: jnp.dtype,
-) -> Float[Array, "... M"]:
-    """x @ kernel + bias from operands in `dtype`, summed in float32 and rounded once."""
-    # A TPU multiplies float32 in bfloat16 unless told otherwise; who asks for float32 means it.
+) -> Float[Array, "*dims O"]:
+    """Returns x @ kernel + bias from operands in `dtype`, summed in float32 and rounded once."""
+    # By default a TPU multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
     product = jnp.matmul(
         x.astype(dtype),
@@ -92,15 +132,15 @@ def affine(
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return (product + bias.astype(jnp.float32)).astype(dtype)
+    return (product + jnp.broadcast_to(bias.astype(jnp.float32), product.shape)).astype(dtype)
 
 
 def standardize(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:
-    """x with mean 0 and variance 1 along its features, in float32."""
+    """Returns x with mean 0 and variance 1 along its features, in float32."""
     wide = x.astype(jnp.float32)
     mean = jnp.mean(wide, axis=-1, keepdims=True)
-    # Both moments in one pass, which XLA makes part of the product that writes x. Of the variance
-    # this loses 2**-24 mean**2: nothing while a row's mean is no larger than its deviation.
+    # Both moments in one pass, which XLA fuses into the product that writes x. The variance loses
+    # 2**-24 mean**2: nothing while a row's mean is no larger than its deviation.
     variance = jnp.mean(jnp.square(wide), axis=-1, keepdims=True) - jnp.square(mean)
     return (wide - mean) * jax.lax.rsqrt(jnp.maximum(variance, 0.0) + eps)
 
@@ -113,22 +153,117 @@ def modulate(
     *,
     eps: float,
 ) -> Float[Array, "B S D"]:
-    """Layer norm of x moved by a shift and a scale per batch row; float32, one rounding."""
-    moved = standardize(x, eps=eps) * (1.0 + scale_BD[:, None, :]) + shift_BD[:, None, :]
-    return moved.astype(x.dtype)
+    """Returns the layer norm of x, scaled and shifted per batch row; float32, rounded once."""
+    modulated = standardize(x, eps=eps) * (1.0 + scale_BD[:, None, :]) + shift_BD[:, None, :]
+    return modulated.astype(x.dtype)
 
 
 def silu(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """x * sigmoid(x), computed in float32 and rounded once."""
+    """Returns x * sigmoid(x), computed in float32 and rounded once."""
     return jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype)
 
 
 def gelu_tanh(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-    """The tanh approximation of GELU, computed in float32 and rounded once."""
+    """Returns the tanh approximation of GELU, computed in float32 and rounded once."""
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
-def modulation_table(shape: tuple[int, int], rngs: nnx.Rngs) -> nnx.Param[Float[Array, "K D"]]:
-    """The learned part of a set of modulations, in float32."""
+def modulation_table(shape: tuple[int, int], rngs: nnx.Rngs) -> nnx.Param[Float[Array, "A D"]]:
+    """Returns the learned part of a set of modulations, in float32."""
     values = jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[1])
     return nnx.Param(values, dims=("modulation", "width"))
+
+
+MODULATIONS = 6  # shift, scale and gate of self-attention, then of the feed-forward part
+_LONGEST_PERIOD = 10_000.0
+
+
+class PatchEmbedding(nnx.Module):
+    """Linear map from patches to tokens: a convolution with stride = kernel size."""
+
+    def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
+        self.dtype = numerics.dtype
+        shape = (*config.patch, config.in_channels, config.model_dim)
+        draw = nnx.initializers.lecun_normal(in_axis=(0, 1, 2, 3), out_axis=4)
+        self.kernel = nnx.Param(
+            draw(rngs.params(), shape, numerics.param_dtype),
+            dims=("frame", "row", "column", "channels", "model"),
+        )
+        self.bias = nnx.Param(jnp.zeros(config.model_dim, numerics.param_dtype), dims=("width",))
+
+    def __call__(self, patches_BSP: Float[Array, "B S P"]) -> Float[Array, "B S D"]:
+        kernel = self.kernel[...]
+        kernel_PD = kernel.reshape(-1, kernel.shape[-1])
+        return affine(patches_BSP, kernel_PD, self.bias[...], dtype=self.dtype)
+
+
+class TimeEmbedding(nnx.Module):
+    """Embeds the time of a step as a vector (float32 inside) and as six modulations per block."""
+
+    def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
+        width = config.model_dim
+        self.dtype = numerics.dtype
+        self.frequencies = config.freq_dim // 2
+        self.linear_1 = Linear((config.freq_dim, width), ("frequency", "model"), FLOAT32, rngs=rngs)
+        self.linear_2 = Linear((width, width), ("width", "model"), FLOAT32, rngs=rngs)
+        self.projection = Linear(
+            (width, MODULATIONS * width),
+            ("model", "modulation"),
+            numerics,
+            rngs=rngs,
+        )
+
+    def __call__(
+        self, timestep_B: Num[Array, " B"]
+    ) -> tuple[Float[Array, "B D"], Float[Array, "B A D"]]:
+        waves_BW = sinusoid(timestep_B, self.frequencies)
+        time_BD = self.linear_2(silu(self.linear_1(waves_BW))).astype(self.dtype)
+        modulation_BAD = self.projection(silu(time_BD)).reshape(len(time_BD), MODULATIONS, -1)
+        return time_BD, modulation_BAD
+
+
+class TextEmbedding(nnx.Module):
+    """Maps text embeddings to the model width: two linear maps with GELU."""
+
+    def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
+        width = config.model_dim
+        self.linear_1 = Linear((config.text_dim, width), ("text", "model"), numerics, rngs=rngs)
+        self.linear_2 = Linear((width, width), ("width", "model"), numerics, rngs=rngs)
+
+    def __call__(self, text_BTE: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+        return self.linear_2(gelu_tanh(self.linear_1(text_BTE)))
+
+
+def sinusoid(timestep_B: Num[Array, " B"], frequencies: int) -> Float[Array, "B W"]:
+    """Returns cosines, then sines, of the time at `frequencies` periods, in float32."""
+    # The exponents are rounded to float32 as in the code that the checkpoints were trained with:
+    # exact ones would move the waves of time 999 by 6e-5 from what the weights have seen.
+    exponents = np.float32(-math.log(_LONGEST_PERIOD)) * np.arange(frequencies, dtype=np.float32)
+    rates = np.exp((exponents / np.float32(frequencies)).astype(np.float64)).astype(np.float32)
+    phases_BW = timestep_B.astype(jnp.float32)[:, None] * rates[None, :]
+    return jnp.concatenate([jnp.cos(phases_BW), jnp.sin(phases_BW)], axis=-1)
+
+
+def patches_of(
+    latents_BFYXC: Float[Array, "B F Y X C"], patch: tuple[int, int, int]
+) -> Float[Array, "B S P"]:
+    """Returns patches by frame, row, column; inside a patch the same order, channels last."""
+    batch, *sizes, channels = latents_BFYXC.shape
+    split = [part for size, step in zip(sizes, patch, strict=True) for part in (size // step, step)]
+    cut = latents_BFYXC.reshape(batch, *split, channels)
+    return cut.transpose(0, 1, 3, 5, 2, 4, 6, 7).reshape(batch, -1, math.prod(patch) * channels)
+
+
+def video_of(
+    patches_BSP: Float[Array, "B S P"], grid: tuple[int, int, int], patch: tuple[int, int, int]
+) -> Float[Array, "B F Y X C"]:
+    """Returns the latent video of patches; the inverse of `patches_of`."""
+    batch = patches_BSP.shape[0]
+    frames, rows, columns = (count * step for count, step in zip(grid, patch, strict=True))
+    cut = patches_BSP.reshape(batch, *grid, *patch, -1)
+    return cut.transpose(0, 1, 4, 2, 5, 3, 6, 7).reshape(batch, frames, rows, columns, -1)
+
+
+def pad_tokens(tokens_BSP: Float[Array, "B _ P"], length: int) -> Float[Array, "B S P"]:
+    """Returns tokens with zero rows appended up to `length`."""
+    return jnp.pad(tokens_BSP, ((0, 0), (0, length - tokens_BSP.shape[1]), (0, 0)))

@@ -1,4 +1,4 @@
-"""The WAN transformer: latent video, time and text in, velocity out."""
+"""The WAN transformer: velocity of a latent video from the video, the time and a text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,31 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
-from maxdiffusion.models.wan.block import StepContext, TextKeysValues, WanBlock, pin_tokens
+from maxdiffusion.models.wan.block import StepContext, TextKeysValues, WanBlock, constrain_tokens
 from maxdiffusion.models.wan.config import WanTransformerConfig
-from maxdiffusion.models.wan.embeddings import (
+from maxdiffusion.models.wan.layers import (
+    Linear,
+    Numerics,
     PatchEmbedding,
     TextEmbedding,
     TimeEmbedding,
+    modulate,
+    modulation_table,
     pad_tokens,
     patches_of,
+    rotation_tables,
     video_of,
 )
-from maxdiffusion.models.wan.layers import Linear, Numerics, modulate, modulation_table
-from maxdiffusion.models.wan.rope import rotation_tables
 
 _ONE_DEVICE = ActivationLayout()
+
+BlockStep = Callable[..., tuple[Array, Any]]  # (tokens, (weights, text) of a layer) -> tokens, seen
+WrapBlock = Callable[[BlockStep], BlockStep]
+
+
+def unwrapped(step: BlockStep) -> BlockStep:
+    """Returns the step of one layer as it is."""
+    return step
 
 
 class WanTransformer(nnx.Module):
@@ -33,7 +44,7 @@ class WanTransformer(nnx.Module):
 
         text ----> text_keys_values (once per prompt) ---------.
         time ----> six modulations ---------------------.      |
-        latents -> patches -> tokens -> block x layers (scan) -> head -> velocity
+        latents -> patches -> tokens -> block x layers (scan) -> output head -> velocity
 
     Blocks are stacked: every parameter of `blocks` has the layers as its first dimension.
     """
@@ -62,7 +73,7 @@ class WanTransformer(nnx.Module):
     def text_keys_values(
         self, text_BTE: Float[Array, "B T E"], *, layout: ActivationLayout = _ONE_DEVICE
     ) -> TextKeysValues:
-        """Keys and values [L B T N H] of a text; compute them once per prompt and expert."""
+        """Returns keys and values [L B T N H] of a text; once per prompt and expert."""
         context_BTD = self.text_embedding(text_BTE)
         graph, layers = nnx.split(self.blocks.attn2)
 
@@ -80,17 +91,23 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        wrap_block: WrapBlock = unwrapped,
     ) -> Float[Array, "B F Y X C"]:
-        """The velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model."""
+        """Returns the velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model.
+
+        `wrap_block` changes how the loop calls a layer, such as `jax.checkpoint` for training.
+        """
         length = attention.self_attention.padded_q_len
-        tokens, time_BD, step = self.enter(latents_BFYXC, timestep_B, length, layout)
-        tokens = self.run_blocks(tokens, step, text, attention=attention, layout=layout)
+        tokens, time_BD, step = self.embed_inputs(latents_BFYXC, timestep_B, length, layout)
+        tokens = self.run_blocks(
+            tokens, step, text, attention=attention, layout=layout, wrap_block=wrap_block
+        )
         grid = self.grid(latents_BFYXC)
         with jax.named_scope("head"):
-            patches = self.head(tokens, time_BD)[:, : int(np.prod(grid))]
+            patches = self.output_head(tokens, time_BD)[:, : int(np.prod(grid))]
             return video_of(patches, grid, self.config.patch)
 
-    def fast_heads(
+    def fixed_m_eligible_heads(
         self,
         latents_BFYXC: Float[Array, "B F Y X C"],
         timestep_B: Num[Array, " B"],
@@ -99,48 +116,48 @@ class WanTransformer(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Int[Array, " L"]:
-        """How many (batch, head) pairs of each layer pass the gate of fixed-m softmax."""
+        """Returns how many (batch, head) pairs of each layer pass the gate of fixed-m softmax."""
         length = attention.self_attention.padded_q_len
-        tokens, _, step = self.enter(latents_BFYXC, timestep_B, length, layout)
+        tokens, _, step = self.embed_inputs(latents_BFYXC, timestep_B, length, layout)
 
         def count(block: WanBlock, x: Float[Array, "B S D"]) -> Int[Array, ""]:
-            return block.fast_heads(x, step, attention=attention, layout=layout)
+            return block.fixed_m_eligible_heads(x, step, attention=attention, layout=layout)
 
         return self._scan(tokens, step, text, attention=attention, layout=layout, watch=count)[1]
 
     def grid(self, latents_BFYXC: Float[Array, "B F Y X C"]) -> tuple[int, int, int]:
-        """Tokens along frames, rows and columns."""
+        """Returns the number of tokens along frames, rows and columns."""
         _, frames, rows, columns, _ = latents_BFYXC.shape
         return self.config.grid((frames, rows, columns))
 
-    def enter(
+    def embed_inputs(
         self,
         latents_BFYXC: Float[Array, "B F Y X C"],
         timestep_B: Num[Array, " B"],
         length: int,
         layout: ActivationLayout,
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B D"], StepContext]:
-        """Tokens, the embedded time, and what all blocks share."""
+        """Returns tokens, the embedded time, and the inputs that all blocks share."""
         grid = self.grid(latents_BFYXC)
         with jax.named_scope("embed"):
             tokens = self.embed(latents_BFYXC, length, layout)
-            time_BD, modulation_BKD = self.time_embedding(timestep_B)
-        cosines_SK, sines_SK = self.rotations(grid, length)
-        step = StepContext(modulation=modulation_BKD, cosines=cosines_SK, sines=sines_SK)
+            time_BD, modulation_BAD = self.time_embedding(timestep_B)
+        cosines_SR, sines_SR = self.rotations(grid, length)
+        step = StepContext(modulation=modulation_BAD, cosines=cosines_SR, sines=sines_SR)
         return tokens, time_BD, step
 
     def embed(
         self, latents_BFYXC: Float[Array, "B F Y X C"], length: int, layout: ActivationLayout
     ) -> Float[Array, "B S D"]:
-        """One token per patch, padded to `length` so that the mesh splits the sequence evenly."""
-        patches_BSK = pad_tokens(patches_of(latents_BFYXC, self.config.patch), length)
-        patches_BSK = layout.constrain(patches_BSK, "batch", "sequence", "patch")
-        return pin_tokens(self.patch_embedding(patches_BSK), layout)
+        """Returns one token per patch, padded to `length` so that the mesh splits them evenly."""
+        patches_BSP = pad_tokens(patches_of(latents_BFYXC, self.config.patch), length)
+        patches_BSP = layout.constrain(patches_BSP, "batch", "sequence", "patch")
+        return constrain_tokens(self.patch_embedding(patches_BSP), layout)
 
     def rotations(
         self, grid: tuple[int, int, int], length: int
-    ) -> tuple[Float[Array, "S K"], Float[Array, "S K"]]:
-        """Cosines and sines of every token, with zeros for the tokens that pad it to `length`."""
+    ) -> tuple[Float[Array, "S R"], Float[Array, "S R"]]:
+        """Returns cosines and sines of every token, and zeros for padding tokens."""
         cosines, sines = rotation_tables(grid, self.config.head_dim)
         padding = ((0, length - len(cosines)), (0, 0))
         return jnp.pad(cosines, padding), jnp.pad(sines, padding)
@@ -153,9 +170,12 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        wrap_block: WrapBlock = unwrapped,
     ) -> Float[Array, "B S D"]:
-        """`tokens` after all blocks."""
-        return self._scan(tokens, step, text, attention=attention, layout=layout)[0]
+        """Returns `tokens` after all blocks."""
+        return self._scan(
+            tokens, step, text, attention=attention, layout=layout, wrap_block=wrap_block
+        )[0]
 
     def _scan(
         self,
@@ -166,8 +186,9 @@ class WanTransformer(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
         watch: Callable[[WanBlock, Float[Array, "B S D"]], Any] | None = None,
+        wrap_block: WrapBlock = unwrapped,
     ) -> tuple[Float[Array, "B S D"], Any]:
-        """`tokens` after all blocks, and what `watch` saw of every block and its input."""
+        """Returns `tokens` after all blocks, and `watch(block, input)` of every block."""
         graph, layers = nnx.split(self.blocks)
 
         def one_layer(
@@ -179,13 +200,14 @@ class WanTransformer(nnx.Module):
             return block(x, step, layer_text, attention=attention, layout=layout), seen
 
         with jax.named_scope("blocks"):
-            return jax.lax.scan(one_layer, tokens, (layers, text), unroll=self._unroll)
+            body = wrap_block(one_layer)
+            return jax.lax.scan(body, tokens, (layers, text), unroll=self._unroll)
 
-    def head(
+    def output_head(
         self, tokens: Float[Array, "B S D"], time_BD: Float[Array, "B D"]
-    ) -> Float[Array, "B S K"]:
-        """The predicted patches; the head is moved by the time itself, not by its projection."""
-        table = self.scale_shift_table[...] + time_BD.astype(jnp.float32)[:, None, :]
+    ) -> Float[Array, "B S P"]:
+        """Returns the predicted patches; modulated by the time itself, not by its projection."""
+        table = self.scale_shift_table[...][None] + time_BD.astype(jnp.float32)[:, None, :]
         shift, scale = jnp.unstack(table, axis=1)
         return self.proj_out(modulate(tokens, shift, scale, eps=self.config.eps))
 
@@ -195,7 +217,7 @@ class WanTransformer(nnx.Module):
 
 
 def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs) -> WanBlock:
-    """All blocks as one, with the layers as the first dimension of every parameter."""
+    """Returns all blocks as one, with layers as the first dimension of every parameter."""
 
     @nnx.split_rngs(splits=config.layers)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -206,9 +228,9 @@ def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.
 
 
 def gathered(layer: nnx.State, layout: ActivationLayout) -> nnx.State:
-    """One layer's weights as its products take them.
+    """Returns one layer's weights with the FSDP dimension gathered.
 
-    What a product late in the layer needs is gathered while attention runs: nothing waits for it.
+    XLA gathers the weights of late products while attention runs.
     """
     flat = [
         (path, one.replace(layout.gathered(one[...], one.dims)))

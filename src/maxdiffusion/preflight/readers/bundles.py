@@ -6,7 +6,7 @@ region that does most of the matrix products is the kernel's main loop:
     0x96   : > { ... sbr.rel ... }      a branch ends a region; `>` is the depth in loops
     0x247  : > { ... vmatmul.mubr.bf16 ... }
 
-Beside it stands a table with the slots that every bundle uses (MXU, VALU, loads, spills, ...).
+A second file lists the slots that every bundle uses (MXU, VALU, loads, spills, ...).
 """
 
 import re
@@ -15,24 +15,23 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from maxdiffusion.preflight.chips import Chip
+from maxdiffusion.costs.chips import Chip
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2})?\s*:\s*(>*)")
 _MATMUL = re.compile(r"\bvmatmul\.[\w.]*")
 _BRANCH = "sbr.rel"
 _CODE = re.compile(r"^\d+-(?P<name>.+?)(?:\.\d+)?-\d+-final_bundles\.txt$")
 _SLOTS = ("mxu", "xlu", "valu", "vpop", "eup", "load", "fill", "store", "spill", "scalar")
-# The loop over the grid is the outermost.
+# The grid loop is the outermost loop.
 GRID_DEPTH = 1
-# Rows of bfloat16 that one instruction multiplies: 16, or 8 in the form of small MXUs that ends in
-# `16`. The rows of a tile times the MXU's area are then its operations, as tiles compiled for
-# tpu7x, v6e and v5e confirm.
+# One instruction multiplies 16 rows of bfloat16, or 8 in the variant for small MXUs that ends in
+# `16`. Checked against the known FLOPs of tiles compiled for tpu7x, v6e and v5e.
 _HALF = re.compile(r"\.16\b")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A run of bundles without a branch inside: its size, depth in loops, and slots used."""
+    """A sequence of bundles without a branch inside: its size, loop depth, and slots used."""
 
     start: int
     bundles: int
@@ -46,22 +45,22 @@ class Region:
     spill_loads: int
 
     @property
-    def counts(self) -> bool:
-        """Whether it mostly counts and moves windows, rather than work on data."""
+    def is_bookkeeping(self) -> bool:
+        """Returns whether it mostly does scalar work: counters and window addresses."""
         return self.scalar_operations > self.vector_operations + self.memory_operations
 
     def mxu_bound(self, chip: Chip) -> int:
-        """Bundles that the matrix products alone take."""
+        """Returns the bundles that the matrix products alone take."""
         return -(-self.matmul_rows * 2 * chip.mxu_depth**2 // chip.flops_per_cycle)
 
     def cycles(self, chip: Chip) -> int:
-        """Cycles of one pass: the larger of bundles and what the MXUs need."""
+        """Returns the cycles of one pass: the larger of its bundles and its MXU bound."""
         return max(self.bundles, self.mxu_bound(chip))
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelCode:
-    """The machine code of one kernel, region by region."""
+    """The machine code of one kernel, by region."""
 
     name: str
     bundles: int
@@ -69,7 +68,7 @@ class KernelCode:
 
     @property
     def main_loop(self) -> Region:
-        """The region with the most matrix products; of equals (two softmaxes) the shortest."""
+        """Returns the region with the most matrix products; of equals the shortest."""
         most = max(region.matmuls for region in self.regions)
         return min(
             (region for region in self.regions if region.matmuls == most),
@@ -78,16 +77,16 @@ class KernelCode:
 
     @property
     def every_step(self) -> int:
-        """Bundles around the main loop that every grid step passes: moving windows, counting."""
+        """Returns the bundles around the main loop that every grid step runs."""
         return sum(
             region.bundles
             for region in self.regions
-            if region.counts and not region.matmuls and region.depth <= GRID_DEPTH
+            if region.is_bookkeeping and not region.matmuls and region.depth <= GRID_DEPTH
         )
 
     @property
     def every_q_block(self) -> int:
-        """Bundles that run once per block of queries: taking queries in, giving results out."""
+        """Returns the bundles that run once per block of queries: loading q, storing results."""
         most = self.main_loop.matmuls
         return sum(
             region.bundles
@@ -96,10 +95,10 @@ class KernelCode:
         )
 
     def ragged_cycles(self, chip: Chip) -> int:
-        """Cycles for as many products as one pass of the main loop has, where keys are cut off.
+        """Returns the cycles of a ragged last block, per main-loop pass worth of products.
 
-        A kernel has a loop for its last keys beside the main one, a shorter one unless they are as
-        many, or does them in a deeper loop, or in its main loop.
+        A kernel processes its last keys in a second, usually shorter, loop at the depth of the main
+        loop, in a deeper loop, or in the main loop itself.
         """
         main = self.main_loop
         others = [
@@ -107,15 +106,15 @@ class KernelCode:
             for region in self.regions
             if region.depth == main.depth > GRID_DEPTH and region.matmuls and region is not main
         ]
-        beside = [region for region in others if region.matmuls < main.matmuls] or others
+        shorter = [region for region in others if region.matmuls < main.matmuls] or others
         deeper = [region for region in self.regions if region.depth > main.depth and region.matmuls]
-        loops = beside or deeper or [main]
+        loops = shorter or deeper or [main]
         loop = min(loops, key=lambda region: (-region.matmuls, region.bundles))
         return round(loop.cycles(chip) * main.matmuls / loop.matmuls)
 
 
 def read_kernels(folder: Path) -> Iterator[KernelCode]:
-    """The code of every program part with matrix products in a dump folder, by name."""
+    """Yields the code of every kernel with matrix products in a dump folder, by name."""
     for path in sorted(folder.glob("*-final_bundles.txt")):
         found = _CODE.match(path.name)
         if found is None or "schedule-analysis" in path.name:
@@ -127,7 +126,7 @@ def read_kernels(folder: Path) -> Iterator[KernelCode]:
 
 
 def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = ()) -> KernelCode:
-    """The code of one kernel from the lines of its bundles and, if there is one, its slot table."""
+    """Returns the code of one kernel from the lines of its bundles and its slot table."""
     matmuls: dict[int, list[int]] = {}
     depths: dict[int, int] = {}
     branches: list[int] = []
@@ -141,7 +140,7 @@ def read_code(name: str, lines: Iterable[str], slots: Sequence[Sequence[int]] = 
         if _BRANCH in line:
             branches.append(address)
     if not matmuls:
-        raise ValueError(f"kernel {name}: its dump holds no bundles")
+        raise ValueError(f"kernel {name}: the dump contains no bundles")
     total = max(matmuls) + 1
     edges = sorted({0, *branches, total})
     regions = tuple(
@@ -159,7 +158,7 @@ def _region(
     start, stop = span
     used = {slot: sum(row[index] for row in slots[start:stop]) for index, slot in enumerate(_SLOTS)}
     rows = [count for at in range(start, stop) for count in matmuls.get(at, ())]
-    # A branch belongs to the loop that it closes, so the depth is that of the bundles after it.
+    # A branch belongs to the loop that it closes: take the depth of the bundles after it.
     inside = [depths[at] for at in range(start + 1, stop) if at in depths] or [depths[start]]
     return Region(
         start=start,
@@ -176,7 +175,7 @@ def _region(
 
 
 def _slot_rows(code: Path) -> list[list[int]]:
-    """The slots of every bundle, from the table that stands beside the code."""
+    """Returns the slots of every bundle, from the table next to the code."""
     number = re.sub(r"-\d+-final_bundles\.txt$", "", code.name)
     for path in sorted(code.parent.iterdir()):
         if path.name.startswith(f"{number}-") and "per-bundle-utilization" in path.name:
@@ -185,7 +184,7 @@ def _slot_rows(code: Path) -> list[list[int]]:
 
 
 def read_slots(lines: Iterable[str]) -> list[list[int]]:
-    """The rows of numbers that follow the heading UTILIZATION."""
+    """Returns the rows of numbers after the heading UTILIZATION."""
     rows: list[list[int]] = []
     seen = False
     for line in lines:

@@ -1,72 +1,25 @@
-"""Every exchange between devices in a program: bytes, mesh axes, and what runs meanwhile."""
+"""Finds the collectives of a scheduled program: bytes, mesh axes and overlapping work."""
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxdiffusion.preflight.cycles import visits
-from maxdiffusion.preflight.hlo import Instruction, ScheduledProgram
+from maxdiffusion.costs.links import COLLECTIVE_KINDS, DeviceCollective, Overlap
+from maxdiffusion.preflight.readers.cycles import visits
+from maxdiffusion.preflight.readers.hlo import Instruction, ScheduledProgram
 
-KINDS = ("all-to-all", "all-gather", "all-reduce", "reduce-scatter", "collective-permute")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Meanwhile:
-    """What the schedule runs between the start of an exchange and the wait for it."""
-
-    cycles: int
-    kernels: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Collective:
-    """One exchange: `bytes` are those of the array on a device, `sent` what leaves the device."""
-
-    name: str
-    kind: str
-    bytes: int
-    groups: tuple[tuple[int, ...], ...]
-    axes: tuple[str, ...]
-    pairs: tuple[tuple[int, int], ...]
-    times: int
-    meanwhile: Meanwhile | None
-    operation: str
-
-    @property
-    def group(self) -> int:
-        """How many devices exchange with each other."""
-        return max((len(group) for group in self.groups), default=1)
-
-    @property
-    def asynchronous(self) -> bool:
-        """Whether it is started before it is waited for."""
-        return self.meanwhile is not None
-
-    @property
-    def sent(self) -> int:
-        """Bytes that one device sends each time."""
-        others = (self.group - 1) / self.group
-        share = {
-            "all-to-all": others,
-            "all-gather": others,
-            "all-reduce": 2 * others,
-            "reduce-scatter": self.group - 1,
-            "collective-permute": 1.0,
-        }[self.kind]
-        return round(self.bytes * share)
-
-
 def find_collectives(
     program: ScheduledProgram, mesh_shape: Mapping[str, int]
-) -> tuple[Collective, ...]:
-    """The exchanges of a program on a mesh of that shape, in the order of the schedule."""
+) -> tuple[DeviceCollective, ...]:
+    """Returns the collectives of a program on a mesh of that shape, in schedule order."""
     positions = {
         instruction.name: (name, index)
         for name, body in program.computations.items()
@@ -74,14 +27,14 @@ def find_collectives(
     }
     found = []
     for visit in visits(program):
-        instruction = _exchange_in(program, visit.instruction)
+        instruction = _collective_in(program, visit.instruction)
         kind = None if instruction is None else _kind(instruction)
         if kind is None or instruction is None:
             continue
         started = instruction.opcode.endswith("-start")
         groups = _groups(instruction)
         found.append(
-            Collective(
+            DeviceCollective(
                 name=instruction.name,
                 kind=kind,
                 bytes=_bytes(instruction, kind, started),
@@ -89,15 +42,15 @@ def find_collectives(
                 axes=_axes(groups, mesh_shape),
                 pairs=_pairs(instruction),
                 times=visit.times,
-                meanwhile=_meanwhile(program, instruction, positions) if started else None,
+                overlap=_overlap(program, instruction, positions) if started else None,
                 operation=instruction.operation,
             )
         )
     return tuple(found)
 
 
-def _exchange_in(program: ScheduledProgram, instruction: Instruction) -> Instruction | None:
-    """The exchange that an operation is, or that a fusion was made around."""
+def _collective_in(program: ScheduledProgram, instruction: Instruction) -> Instruction | None:
+    """Returns an operation that is a collective, or the collective inside a fusion."""
     if instruction.opcode != "fusion":
         return instruction
     inside = [inner for inner in program.fused(instruction) if _kind(inner) is not None]
@@ -106,32 +59,34 @@ def _exchange_in(program: ScheduledProgram, instruction: Instruction) -> Instruc
 
 def _kind(instruction: Instruction) -> str | None:
     opcode = instruction.opcode.removesuffix("-start")
-    return opcode if opcode in KINDS else None
+    return opcode if opcode in COLLECTIVE_KINDS else None
 
 
 def _bytes(instruction: Instruction, kind: str, started: bool) -> int:
     if not started:
         return sum(instruction.parts)
-    parts = [size for size in instruction.parts if size > 8]  # not the flags of a start
+    parts = [
+        size for size in instruction.parts if size > 8
+    ]  # without the flags of an asynchronous start
     if kind == "all-gather":
         return max(parts, default=0)
-    return sum(parts) // 2  # what goes in and what comes out
+    return sum(parts) // 2  # operands and results
 
 
-def _meanwhile(
+def _overlap(
     program: ScheduledProgram,
     start: Instruction,
     positions: Mapping[str, tuple[str, int]],
-) -> Meanwhile:
+) -> Overlap:
     computation, first = positions[start.name]
-    waits = re.compile(rf"-done\(.*%{re.escape(start.name)}(?![\w.\-])")
+    done = re.compile(rf"-done\(.*%{re.escape(start.name)}(?![\w.\-])")
     cycles, kernels = 0, []
     for instruction in program.computations[computation][first + 1 :]:
-        if waits.search(instruction.text):
+        if done.search(instruction.text):
             break
         cycles += instruction.estimated_cycles
         kernels += [instruction.name] if instruction.is_kernel else []
-    return Meanwhile(cycles=cycles, kernels=tuple(kernels))
+    return Overlap(cycles=cycles, kernels=tuple(kernels))
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
@@ -142,7 +97,7 @@ def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
 
 
 def _groups(instruction: Instruction) -> list[list[int]]:
-    """Devices that exchange with each other, by their number in the mesh."""
+    """Returns the devices that communicate with each other, by their number in the mesh."""
     pairs = _pairs(instruction)
     if pairs:
         return _chains(pairs)
@@ -161,13 +116,13 @@ def _groups(instruction: Instruction) -> list[list[int]]:
 
 
 def _mesh_groups(sizes: str, axes: str) -> list[list[int]]:
-    """Devices that differ along `axes` only, of a mesh written as 'a'=2,'b'=4."""
+    """Returns devices that differ along `axes` only, of a mesh written as 'a'=2,'b'=4."""
     shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
-    together = [index for index, name in enumerate(shape) if f"'{name}'" in axes]
-    apart = [index for index in range(len(shape)) if index not in together]
+    along = [index for index, name in enumerate(shape) if f"'{name}'" in axes]
+    across = [index for index in range(len(shape)) if index not in along]
     numbers = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
-    size = math.prod(numbers.shape[index] for index in together)
-    return numbers.transpose([*apart, *together]).reshape(-1, size).tolist()
+    size = math.prod(numbers.shape[index] for index in along)
+    return numbers.transpose([*across, *along]).reshape(-1, size).tolist()
 
 
 def _listed(text: str) -> list[list[int]]:
@@ -175,34 +130,25 @@ def _listed(text: str) -> list[list[int]]:
 
 
 def _chains(pairs: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Devices that a permutation joins, directly or through others."""
+    """Returns the devices that a permutation connects, directly or through others."""
     groups: list[set[int]] = []
     for pair in pairs:
-        joined = {*pair}
-        apart = []
+        connected = {*pair}
+        separate = []
         for group in groups:
-            if group & joined:
-                joined |= group
+            if group & connected:
+                connected |= group
             else:
-                apart.append(group)
-        groups = [*apart, joined]
+                separate.append(group)
+        groups = [*separate, connected]
     return [sorted(group) for group in groups]
 
 
 def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
+    """Returns the mesh axes along which the devices of a group differ."""
     sizes = tuple(mesh_shape.values())
     if not groups or max(max(group) for group in groups) >= math.prod(sizes):
         return ()
-    places = np.array(np.unravel_index(np.asarray(groups[0]), sizes))
-    varies = [len({*row.tolist()}) > 1 for row in places]
+    positions = np.array(np.unravel_index(np.asarray(groups[0]), sizes))
+    varies = [len({*row.tolist()}) > 1 for row in positions]
     return tuple(axis for axis, moves in zip(mesh_shape, varies, strict=True) if moves)
-
-
-def bytes_by_axes(collectives: Sequence[Collective]) -> Iterator[tuple[str, int]]:
-    """Bytes that a device sends over each set of axes in one run of the program."""
-    totals: dict[str, int] = {}
-    for collective in collectives:
-        key = " x ".join(collective.axes) or "none"
-        totals[key] = totals.get(key, 0) + collective.sent * collective.times
-    yield from totals.items()

@@ -1,24 +1,25 @@
-"""Adds up the compiler's cycle estimates outside kernels, by what the cycles are spent on."""
+"""Sums the compiler's cycle estimates outside of attention kernels, by purpose."""
 
 import enum
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from maxdiffusion.preflight.chips import Chip
-from maxdiffusion.preflight.hlo import Instruction, ScheduledProgram, Source
+from maxdiffusion.costs.chips import Chip
+from maxdiffusion.costs.step_time import COPIES, HEAD_LAYOUT
+from maxdiffusion.preflight.readers.hlo import Instruction, ScheduledProgram, Source
 
 
 class Purpose(enum.Enum):
-    """What an operation outside of kernels is for."""
+    """Purpose of an operation outside of attention kernels; its value is a key in JSON reports."""
 
     PROJECTIONS = "projections"
     NORMS = "norms and modulation"
     ROPE = "RoPE"
     TEXT_ATTENTION = "attention by XLA"
     LAYOUT = "layout copies"
-    EXCHANGE = "exchange copies"
-    HEADS = "norm, RoPE and places of heads"
+    COPIES = COPIES
+    HEAD_LAYOUT = HEAD_LAYOUT
     OTHER = "other"
 
 
@@ -43,36 +44,39 @@ _MOVES = frozenset(
         "iota",
     ]
 )
-# Where in the package an operation was written -> what it is for; the innermost that fits wins.
-_PLACES: tuple[tuple[str, str, Purpose], ...] = (
-    ("models/wan/rope.py", "", Purpose.ROPE),
+# (file, function, purpose): the innermost source line that matches decides.
+SOURCES: tuple[tuple[str, str, Purpose], ...] = (
+    ("models/wan/layers.py", "rotation_tables", Purpose.ROPE),
+    ("models/wan/layers.py", "_by_token", Purpose.ROPE),
     ("models/wan/layers.py", "affine", Purpose.PROJECTIONS),
     ("models/wan/layers.py", "", Purpose.NORMS),
     ("models/wan/block.py", "gated_sum", Purpose.NORMS),
-    ("kernels/reference.py", "normalise", Purpose.EXCHANGE),
+    ("kernels/reference.py", "normalise", Purpose.COPIES),
     ("kernels/reference.py", "", Purpose.TEXT_ATTENTION),
-    ("kernels/heads/", "rotate", Purpose.ROPE),
-    ("kernels/heads/reference.py", "rms_norm", Purpose.NORMS),
-    ("kernels/", "", Purpose.EXCHANGE),
-    ("attention/", "", Purpose.EXCHANGE),
+    ("kernels/qk_prep/", "rotate", Purpose.ROPE),
+    ("kernels/qk_prep/", "rms_norm", Purpose.NORMS),
+    ("kernels/", "", Purpose.COPIES),
+    ("attention/", "", Purpose.COPIES),
 )
 
+# Operations of the vector units in a cycle: four, each on a register of float32.
 VECTOR_OPERATIONS = 4 * 8 * 128
-"""Operations of the vector units in a cycle: four of a register of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Visit:
-    """An instruction of the running program and how often it runs."""
+    """An instruction and how often it runs.
+
+    `loop_trips` are those of the innermost loop around it; 1 outside of loops.
+    """
 
     instruction: Instruction
     times: int
     loop_trips: int
-    """Trips of the innermost loop around it; 1 outside of loops."""
 
 
 def visits(program: ScheduledProgram) -> Iterator[Visit]:
-    """Every instruction that runs, loops with their trips; of a choice, the costlier branch."""
+    """Yields every instruction that runs; of a conditional only the costlier branch."""
     yield from _visit(program, program.entry, 1, 1)
 
 
@@ -102,27 +106,31 @@ def _cost(branch: list[Visit]) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cycles:
-    """Estimated cycles of a program outside kernels, by purpose, and those of one layer."""
+    """Estimated cycles outside of attention kernels by purpose, of a program and of one layer."""
 
     total: dict[Purpose, int]
     per_layer: dict[Purpose, int]
 
     @property
     def all(self) -> int:
-        """All cycles of one run of the program."""
+        """Returns all cycles of one run of the program."""
         return sum(self.total.values())
+
+    def by_key(self) -> dict[str, int]:
+        """Returns all cycles of the program by the keys of JSON reports."""
+        return {purpose.value: count for purpose, count in self.total.items()}
 
     @property
     def layer(self) -> int:
-        """All cycles of one layer."""
+        """Returns all cycles of one layer."""
         return sum(self.per_layer.values())
 
 
 def count_cycles(program: ScheduledProgram, layers: int, chip: Chip) -> Cycles:
-    """The cycles of a program whose loop of `layers` trips is its stack of layers.
+    """Returns the cycles of a program whose loop of `layers` trips is its stack of layers.
 
-    Where no loop has so many trips, the layers are written out, and a layer is its share of all.
-    Kernels count that are no attention: those that bring heads to their places.
+    Without such a loop the layers are unrolled, and a layer is 1/layers of the program. The fused
+    qk-norm + RoPE + head layout kernels count; attention kernels do not.
     """
     total: Counter[Purpose] = Counter()
     looped: Counter[Purpose] = Counter()
@@ -142,7 +150,7 @@ def count_cycles(program: ScheduledProgram, layers: int, chip: Chip) -> Cycles:
 
 
 def cycles_of(instruction: Instruction, chip: Chip) -> int:
-    """The compiler's estimate, or the longer of what a kernel states: its bytes, its operations."""
+    """Returns the compiler's estimate, or the larger of a kernel's stated costs."""
     operations, moved = instruction.stated_cost
     if not moved:
         return instruction.estimated_cycles
@@ -151,17 +159,17 @@ def cycles_of(instruction: Instruction, chip: Chip) -> int:
 
 
 def purpose_of(program: ScheduledProgram, instruction: Instruction) -> Purpose:
-    """What an operation is for: by its kind, then by where it was written."""
+    """Returns the purpose of an operation, from its kind and then its source line."""
     if instruction.stated_cost != (0, 0):
-        return Purpose.HEADS
-    place = _place(program, instruction)
+        return Purpose.HEAD_LAYOUT
+    source = _source_purpose(program, instruction)
     if program.multiplies(instruction):
-        return Purpose.TEXT_ATTENTION if place is Purpose.TEXT_ATTENTION else Purpose.PROJECTIONS
-    if place is Purpose.EXCHANGE:
-        return Purpose.EXCHANGE
+        return Purpose.TEXT_ATTENTION if source is Purpose.TEXT_ATTENTION else Purpose.PROJECTIONS
+    if source is Purpose.COPIES:
+        return Purpose.COPIES
     if _only_moves(program, instruction):
-        return Purpose.ROPE if place is Purpose.ROPE else Purpose.LAYOUT
-    return place or Purpose.OTHER
+        return Purpose.ROPE if source is Purpose.ROPE else Purpose.LAYOUT
+    return source or Purpose.OTHER
 
 
 def _only_moves(program: ScheduledProgram, instruction: Instruction) -> bool:
@@ -171,8 +179,8 @@ def _only_moves(program: ScheduledProgram, instruction: Instruction) -> bool:
     return bool(inside) and all(opcode in _MOVES or opcode == "fusion" for opcode in inside)
 
 
-def _place(program: ScheduledProgram, instruction: Instruction) -> Purpose | None:
-    """The purpose of the source lines of an operation, or of what is fused into it."""
+def _source_purpose(program: ScheduledProgram, instruction: Instruction) -> Purpose | None:
+    """Returns the purpose by the source of an operation, or of the operations fused into it."""
     own = _purpose_of_stack(program.stack(instruction))
     if own is not None:
         return own
@@ -186,7 +194,7 @@ def _place(program: ScheduledProgram, instruction: Instruction) -> Purpose | Non
 
 def _purpose_of_stack(stack: tuple[Source, ...]) -> Purpose | None:
     for source in stack:
-        for file, function, purpose in _PLACES:
+        for file, function, purpose in SOURCES:
             if f"maxdiffusion/{file}" in source.file and function in source.function:
                 return purpose
     return None

@@ -1,6 +1,6 @@
-"""Reads the scheduled program that the compiler prints: instructions, loops, and source lines.
+"""Parses the scheduled HLO that the compiler prints: instructions, loops and source lines.
 
-FileNames / FunctionNames / FileLocations / StackFrames    where an operation was written
+FileNames / FunctionNames / FileLocations / StackFrames    source lines of operations
 %body (...) -> ... {                                       a computation
   %fusion.3 = bf16[...] fusion(...), calls=%fused.3, metadata={... stack_frame_id=12},
       backend_config={... "estimated_cycles":"4711" ...}
@@ -25,13 +25,13 @@ _COST = re.compile(
     r'"cost_estimate":\{"flops":"(\d+)","transcendentals":"(\d+)","bytes_accessed":"(\d+)"'
 )
 _SHAPE = re.compile(r"\b(pred|bf16|[sfuc]\d+\w*)\[([\d,]*)\]")
-# XLA writes this where it does not know.
+# XLA writes this for an unknown count.
 _UNKNOWN_CYCLES = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A line of the program's source: its file and function, innermost first in a stack."""
+    """File and function of a source line; a stack lists them innermost first."""
 
     file: str
     function: str
@@ -39,7 +39,7 @@ class Source:
 
 @dataclass(frozen=True, kw_only=True)
 class Instruction:
-    """One operation of a scheduled computation; `text` is its whole line."""
+    """One instruction of a scheduled computation; `text` is its whole line."""
 
     name: str
     shape: str
@@ -48,21 +48,21 @@ class Instruction:
 
     @property
     def estimated_cycles(self) -> int:
-        """The compiler's own estimate; 0 where it has none."""
+        """Returns the compiler's cycle estimate; 0 if it has none."""
         found = _CYCLES.search(self.text)
         cycles = int(found[1]) if found else 0
         return 0 if cycles >= _UNKNOWN_CYCLES else cycles
 
     @property
     def is_kernel(self) -> bool:
-        """Whether this calls a Pallas kernel."""
+        """Returns whether this calls a Pallas kernel."""
         return self.opcode == "custom-call" and "tpu_custom_call" in self.text
 
     @property
     def stated_cost(self) -> tuple[int, int]:
-        """Vector operations and bytes of a kernel that says so itself and has no exponentials.
+        """Returns (vector operations, bytes) of a kernel whose cost estimate has no exponentials.
 
-        Attention kernels, which have them, are timed from their machine code instead.
+        Attention kernels have exponentials and are timed from their machine code instead.
         """
         found = _COST.search(self.text) if self.is_kernel else None
         if found is None or int(found[2]):
@@ -71,45 +71,45 @@ class Instruction:
 
     @property
     def vmem_bytes(self) -> int:
-        """VMEM that the operation uses."""
+        """Returns the VMEM that the instruction uses."""
         found = _VMEM.search(self.text)
         return int(found[1]) if found else 0
 
     @property
     def operation(self) -> str:
-        """The path of named scopes and the primitive, such as jit(step)/ffn/dot_general."""
+        """Returns the path of named scopes and the primitive, such as jit(step)/ffn/dot_general."""
         return self.attribute(r'op_name="([^"]*)"')
 
     @property
     def frame(self) -> int:
-        """Number of its stack frame; 0 if it has none."""
+        """Returns the number of its stack frame; 0 if it has none."""
         return int(self.attribute(r"stack_frame_id=(\d+)") or 0)
 
     def attribute(self, pattern: str) -> str:
-        """What the first group of a pattern finds in the line; empty if nothing."""
+        """Returns the match of a pattern's first group in the line, or an empty string."""
         found = re.search(pattern, self.text)
         return found[1] if found else ""
 
     def called(self, *names: str) -> list[str]:
-        """The computations that the attributes `names` name."""
+        """Returns the computations that the attributes `names` refer to."""
         words = "|".join(names)
         return re.findall(rf"\b(?:{words})=%?([\w.\-]+)", self.text)
 
     @property
     def branches(self) -> list[str]:
-        """The computations that a conditional chooses from."""
+        """Returns the branch computations of a conditional."""
         listed = self.attribute(r"branch_computations=\{([^}]*)\}")
         names = [name.strip().lstrip("%") for name in listed.split(",") if name.strip()]
         return names or self.called("true_computation", "false_computation")
 
     @property
     def bytes(self) -> int:
-        """Bytes of the result; of all parts if it has several."""
+        """Returns the bytes of the result, summed over the parts of a tuple."""
         return sum(self.parts)
 
     @property
     def parts(self) -> list[int]:
-        """Bytes of every array of the result."""
+        """Returns the bytes of every array of the result."""
         return [_array_bytes(dtype, sizes) for dtype, sizes in _SHAPE.findall(self.shape)]
 
 
@@ -123,18 +123,18 @@ def _array_bytes(dtype: str, sizes: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduledProgram:
-    """A compiled program: its computations in the order of their schedule, and source lines."""
+    """A compiled program: its computations in schedule order, and its source lines."""
 
     entry: str
     computations: dict[str, tuple[Instruction, ...]] = field(repr=False)
     stacks: dict[int, tuple[Source, ...]] = field(repr=False)
 
     def stack(self, instruction: Instruction) -> tuple[Source, ...]:
-        """Where an operation was written, innermost first."""
+        """Returns the source lines of an instruction, innermost first."""
         return self.stacks.get(instruction.frame, ())
 
     def trips(self, loop: Instruction) -> int:
-        """How often the body of a `while` runs: as stated, or the limit of its condition."""
+        """Returns the trip count of a `while`: as stated, or the limit in its condition."""
         stated = loop.attribute(r'known_trip_count":\{"n":"(\d+)"')
         if stated:
             return int(stated)
@@ -148,7 +148,7 @@ class ScheduledProgram:
 
     @cached_property
     def _products(self) -> frozenset[str]:
-        """Computations that hold a matrix product, their own or of one they call."""
+        """Returns the computations with a matrix product, their own or in one they call."""
         found: set[str] = set()
         for _ in range(3):  # fusions are nested at most this deep
             for name, body in self.computations.items():
@@ -158,19 +158,19 @@ class ScheduledProgram:
         return frozenset(found)
 
     def multiplies(self, instruction: Instruction) -> bool:
-        """Whether an operation is a matrix product, or a fusion around one."""
+        """Returns whether an instruction is a matrix product, or a fusion around one."""
         if instruction.opcode in ("convolution", "dot"):
             return True
         return bool(self._products & {*instruction.called("calls")})
 
     def fused(self, instruction: Instruction) -> Iterator[Instruction]:
-        """The operations inside a fusion."""
+        """Yields the instructions inside a fusion."""
         for name in instruction.called("calls"):
             yield from self.computations.get(name, ())
 
 
 def read_program(text: str) -> ScheduledProgram:
-    """The program of `compiled.as_text()`; a text without an entry is refused."""
+    """Parses `compiled.as_text()`; raises ValueError for a text without an entry."""
     tables: dict[str, list[str]] = {}
     computations: dict[str, list[Instruction]] = {}
     entry, current, table = "", "", ""
@@ -190,7 +190,7 @@ def read_program(text: str) -> ScheduledProgram:
                 Instruction(name=found[1], shape=found[2], opcode=found[3], text=line)
             )
     if not entry:
-        raise ValueError("a scheduled program has a computation marked ENTRY, and this text none")
+        raise ValueError("no computation of this text is marked ENTRY")
     frozen = {name: tuple(body) for name, body in computations.items()}
     return ScheduledProgram(entry=entry, computations=frozen, stacks=_stacks(tables))
 
@@ -214,7 +214,7 @@ def _stacks(tables: dict[str, list[str]]) -> dict[int, tuple[Source, ...]]:
 def _walk(
     number: int, frames: dict[int, tuple[int, int]], locations: dict[int, Source]
 ) -> Iterator[Source]:
-    """Frames from the innermost out; XLA counts parents from 1 with the root as its own parent."""
+    """Yields frames, innermost first; XLA numbers parents from 1, the root is its own parent."""
     seen: set[int] = set()
     while number in frames and number not in seen:
         seen.add(number)

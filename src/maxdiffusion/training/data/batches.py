@@ -1,32 +1,44 @@
-"""Batches in a fixed order through grain: the position is a number, so a run continues exactly."""
+"""Batches in a fixed order, through grain, and the synthetic clips that need no files.
+
+The position in the order is a number, so a run continues exactly.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import grain
 import jax
 import numpy as np
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.training.data.synthetic import (
+    ClipFormat,
+    Pool,
+    Scene,
+    caption,
+    draw_scene,
+    render,
+)
 
 Sample = Mapping[str, np.ndarray]
 Assemble = Callable[[Mapping[str, np.ndarray]], Any]
 
 
+@runtime_checkable
 class Samples(Protocol):
-    """Samples by number; the same number gives the same sample."""
+    """Interface of samples by number; the same number gives the same sample."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of samples."""
 
     def __getitem__(self, index: int) -> Sample:
-        """The sample of that number."""
+        """Returns one sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """How samples become batches: how many at once, and the seed of their order (None: as is)."""
+    """Batch size, and the seed of the order of samples (None: unshuffled)."""
 
     batch: int
     seed: int | None = 0
@@ -38,24 +50,25 @@ class Order:
 
 
 class Batches:
-    """An endless stream of batches that knows where it stands.
+    """An endless stream of batches with a position.
 
-    With several processes each has its own share of every batch. Samples of several sizes are a
-    tuple, one entry for each size: a batch has one size, and each size has as large a share of the
-    batches as it has of the samples.
+    Each process gets its own share of every batch. Samples of several sizes are a tuple with one
+    entry for each size: a batch has one size, and each size has the same share of the batches as
+    of the samples.
     """
 
     def __init__(
         self, samples: Samples | tuple[Samples, ...], order: Order, assemble: Assemble = dict
     ):
         sizes = samples if isinstance(samples, tuple) else (samples,)
-        problems = [*_too_few(sizes, order), *_uneven(order)]
-        if problems:
-            raise ProblemsFound(problems)
+        problems = Collector(_too_few(sizes, order))
+        with problems:
+            _check_even(order)
+        problems.raise_if_any()
         streams = [_stream(held, order) for held in sizes]
         batched = streams[0]
         if len(streams) > 1:
-            # A function of the number of a batch alone: all processes get the same size.
+            # Depends on the number of the batch alone, so all processes get the same size.
             batched = grain.MapDataset.mix(streams, weights=[float(len(held)) for held in sizes])
         options = grain.ReadOptions(num_threads=order.threads, prefetch_buffer_size=4)
         self._iterator = iter(batched.to_iter_dataset(options))
@@ -69,26 +82,28 @@ class Batches:
 
     @property
     def position(self) -> dict[str, Any]:
-        """Where the stream stands, as plain numbers."""
+        """The position of the stream, as JSON values."""
         return dict(self._iterator.get_state())
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Goes on from where a stream over the same samples stood."""
+        """Continues from the position of a stream over the same samples."""
         self._iterator.set_state(dict(position))
 
 
 def _stream(samples: Samples, order: Order) -> grain.MapDataset:
-    """Endless batches of samples of one size: this process's share of each."""
+    """Returns this process's share of endless batches of one size."""
     processes = jax.process_count()
     dataset = grain.MapDataset.source(samples)
     if order.seed is not None:
         dataset = dataset.seed(order.seed).shuffle()
-    # Shares are taken after the shuffle, so that all processes agree on what a pass is.
+    # After the shuffle, so that all processes agree on what an epoch is.
     dataset = dataset.repeat()[jax.process_index() :: processes]
     return dataset.batch(order.batch // processes, drop_remainder=True)
 
 
-def _too_few(sizes: Sequence[Samples], order: Order) -> Iterator[Problem]:
+def _too_few(sizes: Sequence[Samples], order: Order) -> list[Problem]:
+    """Returns a problem for every size with fewer samples than a batch."""
+    problems = []
     for number, held in enumerate(sizes):
         if len(held) < order.batch:
             which = f" of size {number + 1} of {len(sizes)}" if len(sizes) > 1 else ""
@@ -97,12 +112,83 @@ def _too_few(sizes: Sequence[Samples], order: Order) -> Iterator[Problem]:
                 remedy += ", or leave this size out of video_buckets"
             rule = f"is fewer than one batch of {order.batch}"
             name = f"training clips{which}"
-            yield Problem(name=name, value=len(held), rule=rule, remedy=remedy)
+            problems.append(Problem(name=name, value=len(held), rule=rule, remedy=remedy))
+    return problems
 
 
-def _uneven(order: Order) -> Iterator[Problem]:
+def _check_even(order: Order) -> None:
+    """Raises ProblemsFound unless the processes can share a batch evenly."""
     processes = jax.process_count()
     if order.batch % processes:
         rule = f"must be a multiple of the {processes} processes"
         remedy = f"Use {order.batch // processes * processes or processes}"
-        yield Problem(name="global_batch_size", value=order.batch, rule=rule, remedy=remedy)
+        problem = Problem(name="global_batch_size", value=order.batch, rule=rule, remedy=remedy)
+        raise ProblemsFound([problem])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyntheticClips:
+    """The first `count` clips of a stream of moving shapes.
+
+    With a `window`, clips are cut to a square of that many pixels around a shape: most of a clip is
+    plain background, which an autoencoder learns quickly.
+    """
+
+    clip: ClipFormat
+    count: int
+    seed: int = 0
+    pool: Pool = Pool.TRAINED
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise ValueError(f"count={self.count}: must be at least 1")
+        size = self.clip.size
+        if self.window is not None and (not 16 <= self.window <= size or self.window % 16):
+            raise ValueError(f"window={self.window}: must be a multiple of 16 up to {size}")
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns the frames of a clip, as bytes."""
+        clip, scene = self.clip, self.scene(index)
+        video = render(scene, frames=clip.frames, size=clip.size)
+        return {"video": video if self.window is None else self._cut(video, scene, index)}
+
+    def _cut(self, video: np.ndarray, scene: Scene, index: int) -> np.ndarray:
+        """Returns the window around one of the shapes."""
+        assert self.window is not None
+        rng = np.random.Generator(np.random.PCG64(np.random.SeedSequence((self.seed, index, 3))))
+        shape = scene.objects[int(rng.integers(len(scene.objects)))]
+        middle = np.array([shape.row, shape.column]) + rng.uniform(-0.3, 0.3, 2) * self.window
+        corner = np.rint(middle - self.window / 2).astype(int)
+        row, column = np.clip(corner, 0, self.clip.size - self.window)
+        return video[:, row : row + self.window, column : column + self.window]
+
+    def scene(self, index: int) -> Scene:
+        """Returns the scene of a clip."""
+        return draw_scene(self.clip, self.pool, seed=self.seed, index=index)
+
+    def caption(self, index: int) -> str:
+        """Returns the caption of a clip."""
+        return caption(self.scene(index), seed=self.seed, index=index)
+
+    def describe(self) -> dict[str, object]:
+        """Returns everything that the clips depend on, as JSON values."""
+        clip = self.clip
+        return {
+            "source": "synthetic",
+            "count": self.count,
+            "seed": self.seed,
+            "pool": self.pool.name,
+            "frames": clip.frames,
+            "size": clip.size,
+            "pair_share": clip.pair_share,
+            "window": self.window,
+        }
+
+
+def as_signed(video: np.ndarray) -> np.ndarray:
+    """Returns bytes as floats from -1 to 1."""
+    return video.astype(np.float32) / 127.5 - 1.0

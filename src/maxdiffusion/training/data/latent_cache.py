@@ -1,30 +1,40 @@
-"""Latents and captions of clips, encoded once and kept in safetensors shards.
+"""Cache of latents, tokens and text embeddings of clips, in safetensors shards.
 
-    <folder>/manifest.json           what the shards were made from
-    <folder>/shard-00000.safetensors latents [n F Y X C], ids [n T], lengths [n]
-    <folder>/skipped.jsonl           clips that could not be used, and why
+    <folder>/manifest.json              cache key of the shards
+    <folder>/shard-00000.safetensors    latents [n F Y X C], ids [n T], lengths [n]
+    <folder>/skipped.jsonl              clips that could not be used, and why
+    <folder>/text.json                  cache key of the text embeddings
+    <folder>/text-00000.safetensors     text [n T E]: embeddings of the captions of shard-00000
+    <folder>/empty-caption.safetensors  text [T E]: embedding of the empty caption
 
-`text_cache.py` adds what a text encoder makes of the captions. Shards are written one after the
-other, whole or not at all: a run that is cut short goes on with the first that is missing.
+Shards are written one by one and appear when they are complete: after an interruption, a run
+continues with the first missing one.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from maxdiffusion.runtime.atomic import replacing
-from maxdiffusion.runtime.disk import writing
-from maxdiffusion.runtime.json_lines import add_new_lines
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
-from maxdiffusion.training.data import Sample
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.runtime.files import (
+    CacheKey,
+    add_new_json_lines,
+    digest_value,
+    local_copy,
+    read_json_lines,
+    replacing,
+    writing,
+)
+from maxdiffusion.training.data.batches import Sample
+from maxdiffusion.training.data.video_folder import UnusableClip
 from maxdiffusion.training.text import padded_ids
-from maxdiffusion.training.video_folder import UnusableClip
 
 MANIFEST, SKIPPED = "manifest.json", "skipped.jsonl"
 Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] as bytes -> normalised latents
@@ -32,21 +42,22 @@ Tokenize = Callable[[str], Sequence[int]]
 Advance = Callable[[], None]
 
 
+@runtime_checkable
 class CaptionedClips(Protocol):
-    """Clips by number, with captions, and what they depend on."""
+    """Interface of clips by number, with captions."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> Sample: ...
     def caption(self, index: int) -> str:
-        """What is said of a clip."""
+        """Returns the caption of a clip."""
 
     def describe(self) -> dict[str, object]:
-        """What the clips depend on, as plain values."""
+        """Returns everything that the clips depend on, as JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """How clips become shards; `model` names the autoencoder and the tokenizer (a hash)."""
+    """Sizes of shards and batches; `model` is a digest of the autoencoder and the tokenizer."""
 
     model: str
     caption_tokens: int
@@ -60,18 +71,18 @@ class CachePlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of the shards that one of `count` processes writes."""
+    """The shards that one of `count` processes writes."""
 
     index: int = 0
     count: int = 1
 
     def of(self, shards: Sequence[Any]) -> Sequence[Any]:
-        """Every `count`-th of them."""
+        """Returns every `count`-th shard."""
         return shards[self.index :: self.count]
 
 
 def shard_numbers(clips: int, shard: int) -> range:
-    """The numbers of the shards that so many clips fill."""
+    """Returns the numbers of the shards of `clips` clips."""
     return range(-(-clips // shard))
 
 
@@ -85,8 +96,8 @@ def fill_cache(
     share: Share | None = None,
     advance: Advance = lambda: None,
 ) -> None:
-    """Writes every shard of the share that is missing; `advance` is called after each."""
-    agree(folder / MANIFEST, _identity(clips, plan))
+    """Writes every missing shard of the share; calls `advance` after each."""
+    claim_cache(folder / MANIFEST, _cache_key(clips, plan))
     for number in (share or Share()).of(shard_numbers(len(clips), plan.shard)):
         file = shard_file(folder, number)
         if not file.exists():
@@ -105,14 +116,14 @@ def _encoded(
     *,
     skipped: Path,
 ) -> dict[str, np.ndarray]:
-    """The tensors of a shard; without latents if none of its clips can be used."""
+    """Returns the tensors of a shard; without latents if none of its clips can be used."""
     latents: list[np.ndarray] = []
     texts: list[tuple[int, ...]] = []
     bad: list[dict[str, Any]] = []
     for group in _groups(_usable(clips, indices, bad), plan.batch):
         latents.append(encode(np.stack([video for _, video in group])).astype(np.float32))
         texts += [tuple(tokenize(clips.caption(index))) for index, _ in group]
-    add_new_lines(skipped, bad)
+    add_new_json_lines(skipped, bad)
     held = {"latents": np.concatenate(latents)} if latents else {}
     return held | {
         "ids": padded_ids(texts, plan.caption_tokens),
@@ -123,7 +134,7 @@ def _encoded(
 def _usable(
     clips: CaptionedClips, indices: Sequence[int], bad: list[dict[str, Any]]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Numbers and frames of the clips that can be used; the others are added to `bad`."""
+    """Yields numbers and frames of usable clips; adds the others to `bad`."""
     for index in indices:
         try:
             yield index, clips[index]["video"]
@@ -132,7 +143,7 @@ def _usable(
 
 
 def _groups(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
-    """Items in lists of `size`, the last one maybe shorter; one list is held at a time."""
+    """Yields items in lists of `size`; the last one may be shorter."""
     group: list[Any] = []
     for item in items:
         group.append(item)
@@ -144,41 +155,195 @@ def _groups(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 def save_shard(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes a shard whole or not at all."""
+    """Writes a shard, which appears when it is complete."""
     with writing(f"the shard {file.name}", file.parent), replacing(file) as unfinished:
         save_file(dict(tensors), unfinished)
 
 
 def shard_file(folder: Path, number: int, kind: str = "shard") -> Path:
-    """Where a shard is kept."""
+    """Returns the path of a shard."""
     return folder / f"{kind}-{number:05d}.safetensors"
 
 
-def _identity(clips: CaptionedClips, plan: CachePlan) -> dict[str, Any]:
-    text = json.dumps(clips.describe(), sort_keys=True)
-    return {
-        "clips": hashlib.sha256(text.encode()).hexdigest(),
-        "count": len(clips),
-        "model": plan.model,
-        "caption_tokens": plan.caption_tokens,
-        "shard": plan.shard,
-    }
+def _cache_key(clips: CaptionedClips, plan: CachePlan) -> CacheKey:
+    return CacheKey(
+        {
+            "clips": digest_value(clips.describe()),
+            "count": len(clips),
+            "model": plan.model,
+            "caption_tokens": plan.caption_tokens,
+            "shard": plan.shard,
+        }
+    )
 
 
-def agree(manifest: Path, identity: Mapping[str, Any]) -> None:
-    """Notes what the shards are made from, or refuses to mix two kinds."""
+def claim_cache(manifest: Path, key: CacheKey) -> None:
+    """Writes the key of a new cache. Raises ProblemsFound if the cache has another key."""
     if not manifest.exists():
         with writing(manifest.name, manifest.parent), replacing(manifest) as unfinished:
-            unfinished.write_text(json.dumps(identity, indent=2) + "\n")
+            unfinished.write_text(json.dumps(key.facts, indent=2) + "\n")
         return
-    held = json.loads(manifest.read_text())
-    other = sorted(key for key in identity if held.get(key) != identity[key])
-    if other:
-        rule = f"was made from another {' and '.join(other)}"
+    changed = key.differences(json.loads(manifest.read_text()))
+    if changed:
+        rule = f"was made with other inputs: {'; '.join(changed)}"
         raise ProblemsFound([bad_cache(manifest.parent, rule)])
 
 
 def bad_cache(folder: Path, rule: str) -> Problem:
-    """What is wrong with a cache, in the form of a problem."""
+    """Returns the problem of a cache that cannot be used."""
     remedy = "Name another folder, or remove this one"
     return Problem(name="latent cache", value=str(folder), rule=rule, remedy=remedy)
+
+
+class CachedClips:
+    """Samples of a full cache: latents, tokens and token counts of clips."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        if not (folder / MANIFEST).is_file() or not self.files:
+            raise ProblemsFound([bad_cache(folder, "holds no cached latents")])
+        if not len(self):
+            count = len(read_json_lines(folder / SKIPPED))
+            rule = f"holds no clip: all {count} could not be used, as {SKIPPED} in it lists"
+            raise ProblemsFound([bad_cache(folder, rule)])
+
+    @cached_property
+    def files(self) -> tuple[Path, ...]:
+        """The shards, in their order."""
+        return tuple(sorted(self._folder.glob("shard-*.safetensors")))
+
+    @cached_property
+    def shards(self) -> tuple["Shard", ...]:
+        """The shards, opened."""
+        return tuple(Shard(file) for file in self.files)
+
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        return np.cumsum([shard.rows("lengths") for shard in self.shards])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Returns the position in `shards` of a clip's shard, and its row there."""
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return number, index - (int(self._ends[number - 1]) if number else 0)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns latents, tokens and token count of one clip."""
+        number, row = self.locate(index)
+        return self.shards[number].read(row)
+
+    @property
+    def latent_shape(self) -> tuple[int, ...]:
+        """Frames, rows, columns and channels of every clip."""
+        number, _ = self.locate(0)
+        return self.shards[number].shape("latents")[1:]
+
+    @property
+    def caption_tokens(self) -> int:
+        """The length to which captions are padded."""
+        return self.shards[0].shape("ids")[1]
+
+
+class Shard:
+    """Tensors with the same number of rows in one file; reads single rows."""
+
+    def __init__(self, file: Path):
+        self._opened: Any = safe_open(local_copy(file), framework="np")
+        self._slices = {name: self._opened.get_slice(name) for name in self._opened.keys()}  # noqa: SIM118
+
+    def read(self, row: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
+        """Returns one row of the tensors (None: of all)."""
+        return {name: self._slices[name][row] for name in names or self._slices}
+
+    def whole(self, name: str) -> np.ndarray:
+        """Returns a whole tensor."""
+        return self._opened.get_tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor."""
+        return tuple(self._slices[name].get_shape())
+
+    def rows(self, name: str) -> int:
+        """Returns the number of rows there are."""
+        return self.shape(name)[0]
+
+
+TEXT_MANIFEST, EMPTY, TEXT = "text.json", "empty-caption.safetensors", "text"
+AT_ONCE = 16
+# tokens [B T] and their numbers [B] -> rows [B T E], zero after the last token
+EncodeText = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def text_file(shard: Path) -> Path:
+    """Returns the path of the text embeddings of a shard."""
+    return shard_file(shard.parent, int(shard.stem.split("-")[1]), TEXT)
+
+
+def missing_text(clips: CachedClips) -> tuple[Path, ...]:
+    """Returns the shards without text embeddings."""
+    return tuple(file for file in clips.files if not text_file(file).exists())
+
+
+def lacks_text(folder: Path) -> bool:
+    """Returns whether a cache lacks text embeddings, or that of the empty caption."""
+    return bool(missing_text(CachedClips(folder))) or not (folder / EMPTY).exists()
+
+
+def fill_text(
+    folder: Path,
+    *,
+    model: str,
+    empty: Sequence[int],
+    encode: EncodeText,
+    share: Share | None = None,
+    advance: Advance = lambda: None,
+) -> None:
+    """Encodes the captions of every shard of the share that lacks them; `model` is a digest."""
+    clips = CachedClips(folder)
+    claim_cache(folder / TEXT_MANIFEST, CacheKey({"text_encoder": model}))
+    if not (folder / EMPTY).exists():
+        ids = padded_ids([tuple(empty)], clips.caption_tokens)
+        rows = encode(ids, np.array([len(empty)], np.int32))[0]
+        save_shard(folder / EMPTY, {TEXT: rows.astype(np.float32)})
+    for file in (share or Share()).of(clips.files):
+        if not text_file(file).exists():
+            save_shard(text_file(file), {TEXT: _encoded_text(Shard(file), encode)})
+        advance()
+
+
+def _encoded_text(shard: Shard, encode: EncodeText) -> np.ndarray:
+    """Returns the text embeddings of a shard."""
+    ids, lengths = shard.whole("ids"), shard.whole("lengths")
+    rows = [
+        encode(ids[at : at + AT_ONCE], lengths[at : at + AT_ONCE])
+        for at in range(0, len(ids), AT_ONCE)
+    ]
+    # A shard without clips has no embeddings, of width 0.
+    found = np.concatenate(rows) if rows else np.zeros((0, ids.shape[1], 0))
+    return found.astype(np.float32)
+
+
+class ClipsWithText:
+    """Samples of a full cache: latents and text embeddings of clips."""
+
+    def __init__(self, folder: Path):
+        self._clips = CachedClips(folder)
+        missing = missing_text(self._clips)
+        if missing or not (folder / EMPTY).exists():
+            rule = (
+                f"holds no encoded captions for {len(missing)} of {len(self._clips.files)} shards"
+            )
+            raise ProblemsFound([bad_cache(folder, rule)])
+        self._text = tuple(Shard(text_file(file)) for file in self._clips.files)
+        self.empty: np.ndarray = Shard(folder / EMPTY).whole(TEXT)
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Returns the latents and the text embeddings of one clip."""
+        number, row = self._clips.locate(index)
+        latents = self._clips.shards[number].read(row, ("latents",))
+        return latents | self._text[number].read(row)

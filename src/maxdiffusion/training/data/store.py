@@ -1,7 +1,10 @@
-"""Clips encoded once: from frames and captions to the latents and text that experts train on."""
+"""Clips of a config, encoded once: from frames and captions to latents and text embeddings.
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+clip_sets   the clips of a config by the size that they are trained at
+ClipStore   fills the caches of these sets, and reads them
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,33 +14,115 @@ from typing import Any
 
 import jax
 
-from maxdiffusion.commands.clip_sets import ClipSet
-from maxdiffusion.commands.training_models import WHOLE_CLIP_PIXELS, clip_encoder, text_encoder
-from maxdiffusion.commands.training_settings import caption_length
-from maxdiffusion.config.config import Config
-from maxdiffusion.pipelines.prompts import PromptTokenizer
-from maxdiffusion.pipelines.shapes import LatentShape, VideoShape, latent_shape
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
+from maxdiffusion.config import Config
+from maxdiffusion.distributed.coordination import barrier
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.pipelines.request import LatentShape, VideoShape, check_video_shape, latent_shape
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.runtime.coordination import barrier
-from maxdiffusion.runtime.disk import room_problems
-from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.places import place
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.runtime.progress import Advance, steps_bar
-from maxdiffusion.training.cached_clips import CachedClips
-from maxdiffusion.training.data import Samples
-from maxdiffusion.training.latent_cache import (
+from maxdiffusion.pipelines.text import PromptTokenizer
+from maxdiffusion.runtime.files import (
+    add_new_json_lines,
+    as_path,
+    check_free_space,
+    digest_files,
+    digest_value,
+)
+from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
+from maxdiffusion.training.data.batches import Samples
+from maxdiffusion.training.data.latent_cache import (
+    SKIPPED,
+    CachedClips,
     CachePlan,
+    CaptionedClips,
+    ClipsWithText,
     Share,
     fill_cache,
+    fill_text,
+    lacks_text,
     shard_file,
     shard_numbers,
 )
+from maxdiffusion.training.data.video_folder import (
+    ClipSize,
+    Sorted,
+    VideoClips,
+    sort_videos,
+    videos_in,
+)
+from maxdiffusion.training.loss import ClipBatch
+from maxdiffusion.training.models import WHOLE_CLIP_PIXELS, clip_encoder, text_encoder
+from maxdiffusion.training.settings import caption_length, clip_size, clips
 from maxdiffusion.training.text import Captions, EncodedBefore
-from maxdiffusion.training.text_cache import ClipsWithText, fill_text, lacks_text
-from maxdiffusion.training.wan_loss import ClipBatch
-from maxdiffusion.training.wan_training import StoredText, TextSource, Tokens
-from maxdiffusion.weights.folder import ModelFolder
+from maxdiffusion.training.wan import StoredText, TextSource, Tokens
+
+SIZES = "sizes.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipSet:
+    """Clips of one size, and the folder of their latent cache."""
+
+    clips: CaptionedClips
+    size: ClipSize
+    cache: Path
+
+
+def clip_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
+    """Returns the clips of a config: one set, or one for each bucket that has clips."""
+    root = as_path(config.latent_cache_dir)
+    if not config.video_buckets:
+        return (ClipSet(clips=clips(config), size=clip_size(config), cache=root),)
+    buckets = bucket_sizes(config)
+    check_sizes(buckets, spec)
+    videos = videos_in(Path(config.train_data_dir).expanduser())
+    with steps_bar("Measuring clips", len(videos), unit="clip") as advance:
+        found = sort_videos(videos, buckets, notes=root / SIZES, advance=advance)
+    list_left_out(root, found, buckets)
+    return tuple(
+        ClipSet(clips=VideoClips(videos=held, size=size), size=size, cache=root / str(size))
+        for size, held in found.buckets.items()
+    )
+
+
+def bucket_sizes(config: Config) -> tuple[ClipSize, ...]:
+    """Returns the sizes of `video_buckets`."""
+    buckets: Sequence[Sequence[int]] = config.video_buckets
+    rule, remedy = "", "Write it as [[17,480,832],[17,832,480]]"
+    if config.dataset_type != "videos":
+        rule, remedy = "buckets are for dataset_type=videos", "Leave video_buckets out"
+    elif any(len(bucket) != 3 for bucket in buckets):
+        rule = "every bucket must be [frames, height, width]"
+    elif len({tuple(bucket) for bucket in buckets}) != len(buckets):
+        rule, remedy = "has a bucket twice", "Leave one of the two out"
+    if rule:
+        name = "video_buckets"
+        raise ProblemsFound([Problem(name=name, value=list(buckets), rule=rule, remedy=remedy)])
+    return tuple(ClipSize(frames=f, height=h, width=w) for f, h, w in buckets)
+
+
+def check_sizes(buckets: Sequence[ClipSize], spec: WanSpec) -> None:
+    """Raises ProblemsFound with every size that the model cannot process."""
+    shapes = [
+        VideoShape(height=size.height, width=size.width, num_frames=size.frames) for size in buckets
+    ]
+    problems = Collector()
+    for shape in shapes:
+        with problems:
+            check_video_shape(shape, spec.vae, spec.transformer)
+    problems.raise_if_any()
+
+
+def list_left_out(root: Path, found: Sorted, buckets: Sequence[ClipSize]) -> None:
+    """Lists the videos that fit no bucket. Raises ProblemsFound if none fits."""
+    lines = [{"clip": file.name, "reason": why} for file, why in found.left_out.items()]
+    add_new_json_lines(root / SKIPPED, lines)
+    if not found.buckets:
+        name, value = "video_buckets", [str(size) for size in buckets]
+        rule = f"none of {len(lines)} videos fits, such as {lines[0]['reason']}"
+        remedy = "Add a smaller bucket, or larger videos"
+        raise ProblemsFound([Problem(name=name, value=value, rule=rule, remedy=remedy)])
+
 
 SHARD, SHARD_BYTES = 512, 2**29
 BATCH = 16
@@ -46,7 +131,7 @@ FLOAT_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class ClipStore:
-    """Clips of a config in the caches of its model: what they become, and how they are read."""
+    """Fills and reads the caches of a config's clips."""
 
     config: Config
     folder: ModelFolder
@@ -59,7 +144,7 @@ class ClipStore:
     def of(
         cls, config: Config, folder: ModelFolder, spec: WanSpec, sets: Sequence[ClipSet]
     ) -> "ClipStore":
-        """The store of these clips; nothing is encoded yet."""
+        """Returns the store of these clips; encodes nothing yet."""
         tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
         length = config.max_sequence_length
         tokens = max(
@@ -77,7 +162,7 @@ class ClipStore:
 
     @property
     def keeps_text(self) -> bool:
-        """Whether captions are encoded beforehand: they are if their encoder is not trained."""
+        """True if text embeddings are cached, which needs a frozen text encoder."""
         config = self.config
         return config.cache_latents_text_encoder_outputs and not config.train_text_encoder
 
@@ -87,7 +172,7 @@ class ClipStore:
         return self.tokenizer.ids("", self.config.max_sequence_length)
 
     def latent(self, held: ClipSet) -> LatentShape:
-        """What one clip of a set is inside the model."""
+        """Returns the latent shape of the clips of a set."""
         size = held.size
         video = VideoShape(height=size.height, width=size.width, num_frames=size.frames)
         return latent_shape(video, self.spec.vae, self.spec.transformer)
@@ -97,7 +182,7 @@ class ClipStore:
         return model_hash(self.folder)
 
     def plan(self, held: ClipSet) -> CachePlan:
-        """How the clips of a set become shards."""
+        """Returns the sizes of shards and batches for a set."""
         size = held.size
         pixels = size.frames * size.height * size.width
         clip_bytes = FLOAT_BYTES * prod(self.latent(held).dims)
@@ -110,10 +195,10 @@ class ClipStore:
         )
 
     def fill(self) -> None:
-        """Encodes what is not in the caches yet, with progress; processes share the shards."""
+        """Encodes the missing shards; processes share them."""
         plans = [(held, self.plan(held)) for held in self.sets]
         missing = {held.cache: len(_missing(held, plan)) for held, plan in plans}
-        self._check_room(plans, missing)
+        self._check_free_space(plans, missing)
         encode = clip_encoder(self.folder, self.spec) if any(missing.values()) else _never
         limit = min(self.config.max_sequence_length, self.caption_tokens)
         tokenize = partial(self.tokenizer.ids, max_sequence_length=limit)
@@ -151,26 +236,24 @@ class ClipStore:
         barrier("captions encoded")
 
     def read(self) -> tuple[tuple[Samples, ...], TextSource]:
-        """The samples of every set, and how their captions are read, from filled caches."""
+        """Returns the samples of every set and the source of their captions, from full caches."""
         caches = [held.cache for held in self.sets]
         if not self.keeps_text:
             return tuple(map(CachedClips, caches)), Tokens(empty=self.empty_caption)
         stored = tuple(map(ClipsWithText, caches))
         return stored, StoredText(empty=stored[0].empty)
 
-    def _check_room(
+    def _check_free_space(
         self, plans: Sequence[tuple[ClipSet, CachePlan]], missing: Mapping[Path, int]
     ) -> None:
-        """Raises a problem if what is still to be written does not fit on the disk."""
+        """Raises ProblemsFound if the missing shards do not fit on the disk."""
         text = self.caption_tokens * self.spec.text_encoder.width if self.keeps_text else 0
         needed = 0
         for held, plan in plans:
             clips = min(len(held.clips), missing[held.cache] * plan.shard)
             needed += FLOAT_BYTES * clips * (prod(self.latent(held).dims) + text)
-        cache = place(self.config.latent_cache_dir)
-        problems = list(room_problems("latent_cache_dir", cache, needed))
-        if problems:
-            raise ProblemsFound(problems)
+        cache = as_path(self.config.latent_cache_dir)
+        check_free_space("latent_cache_dir", cache, needed)
 
 
 def _share() -> Share:
@@ -179,11 +262,11 @@ def _share() -> Share:
 
 @contextmanager
 def shards_bar(description: str, total: int) -> Iterator[Advance]:
-    """A bar of shards; the watch over all processes hears of each as well."""
+    """Shows a progress bar of shards; every shard is also a heartbeat for the watchdog."""
     with steps_bar(description, total, unit="shard") as advance:
 
         def done() -> None:
-            MARKS.stir()
+            PROGRESS.heartbeat()
             advance()
 
         yield done
@@ -203,23 +286,13 @@ def _never(*_: Any) -> Any:
 
 
 def model_hash(folder: ModelFolder, parts: Sequence[str] = ("vae", "tokenizer")) -> str:
-    """A hash of the parts of a model that cached clips depend on."""
-    digest = hashlib.sha256()
-    for name in parts:
-        for file in sorted((folder.root / name).glob("*")):
-            digest.update(file.name.encode())
-            _add_file(digest.update, file)
-    return digest.hexdigest()
-
-
-def _add_file(update: Callable[[bytes], None], file: Path, piece: int = 2**24) -> None:
-    with file.open("rb") as stream:
-        while content := stream.read(piece):
-            update(content)
+    """Returns a digest of the components that cached clips depend on."""
+    files = [file for name in parts for file in sorted((folder.root / name).glob("*"))]
+    return digest_value([(file.name, file.sha256) for file in digest_files(files)])
 
 
 def as_clip_batch(rows: Mapping[str, Any]) -> ClipBatch:
-    """A batch of cached clips, still on the host."""
+    """Returns a batch of cached clips, on the host."""
     if "text" in rows:
         return ClipBatch(latents=rows["latents"], captions=EncodedBefore(rows=rows["text"]))
     captions = Captions(ids=rows["ids"], lengths=rows["lengths"])

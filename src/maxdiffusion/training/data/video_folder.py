@@ -1,23 +1,27 @@
-"""A folder of videos with captions: `name.mp4` beside `name.txt`, or lines of captions.jsonl.
+"""Clips from a folder of videos with captions, sorted into buckets of one size each.
 
-captions.jsonl:  {"file": "name.mp4", "caption": "..."}
+Captions are in `name.txt` for `name.mp4`, or in captions.jsonl, one object per line:
+
+    {"file": "name.mp4", "caption": "..."}
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.runtime.files import append_json_lines, read_json_lines
 from maxdiffusion.runtime.video import VideoError, measure_video, read_clip
-from maxdiffusion.training.data import Sample
+from maxdiffusion.training.data.batches import Sample
 
 CAPTIONS = "captions.jsonl"
-Captioned = tuple[Path, str]  # a video file and what is said of it
+Captioned = tuple[Path, str]  # a video file and its caption
 
 
 class UnusableClip(ValueError):
-    """A clip that cannot be trained on; says which, and why."""
+    """A clip that cannot be used; the message names the file and the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -36,14 +40,14 @@ class ClipSize:
         return f"{self.frames}x{self.height}x{self.width}"
 
     def covers(self, other: "ClipSize") -> bool:
-        """Whether the other size can be cut out of this one."""
+        """Returns whether the other size can be cut out of this one."""
         mine, theirs = ((size.frames, size.height, size.width) for size in (self, other))
         return all(have >= need for have, need in zip(mine, theirs, strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class VideoClips:
-    """Clips of one size out of videos: scaled to cover it, cut at the centre, from the start."""
+    """Clips of one size: videos are scaled to cover it, and cropped at the centre and the end."""
 
     videos: tuple[Captioned, ...]
     size: ClipSize
@@ -52,11 +56,11 @@ class VideoClips:
         return len(self.videos)
 
     def caption(self, index: int) -> str:
-        """What is said of a clip."""
+        """Returns the caption of a clip."""
         return self.videos[index][1]
 
     def __getitem__(self, index: int) -> Sample:
-        """The frames of a clip, as bytes; raises UnusableClip."""
+        """Returns the frames of a clip, as bytes. Raises UnusableClip."""
         file, size = self.videos[index][0], self.size
         found = size_of(file)
         if not found.covers(size):
@@ -70,7 +74,7 @@ class VideoClips:
         return {"video": video}
 
     def describe(self) -> dict[str, object]:
-        """What the clips depend on, as plain values."""
+        """Returns everything that the clips depend on, as JSON values."""
         return {
             "source": "videos",
             "files": [[file.name, file.stat().st_size, text] for file, text in self.videos],
@@ -79,7 +83,7 @@ class VideoClips:
 
 
 def size_of(file: Path) -> ClipSize:
-    """The size of a video; raises UnusableClip."""
+    """Returns the size of a video. Raises UnusableClip."""
     try:
         frames, height, width = measure_video(file)
     except VideoError as error:
@@ -90,13 +94,13 @@ def size_of(file: Path) -> ClipSize:
 
 
 def videos_in(folder: Path) -> tuple[Captioned, ...]:
-    """Videos and captions in the order of their names; everything wrong is raised at once."""
+    """Returns videos and captions, sorted by name. Raises ProblemsFound with all problems."""
     if not folder.is_dir():
         raise ProblemsFound([_wrong(folder, "is not a folder")])
     table = folder / CAPTIONS
-    pairs = list(_listed(table) if table.is_file() else _beside(folder))
+    pairs = list(_listed(table) if table.is_file() else _same_names(folder))
     problems = [
-        _wrong(file, "has no caption (a .txt beside it)" if file.is_file() else "is missing")
+        _wrong(file, "has no caption (a .txt of the same name)" if file.is_file() else "is missing")
         for file, text in sorted(pairs)
         if not text or not file.is_file()
     ]
@@ -119,7 +123,7 @@ def _listed(table: Path) -> Iterator[Captioned]:
             raise ProblemsFound([_wrong(table, rule)]) from error
 
 
-def _beside(folder: Path) -> Iterator[Captioned]:
+def _same_names(folder: Path) -> Iterator[Captioned]:
     videos = {file.stem: file for file in folder.glob("*.mp4")}
     texts = {file.stem: file.read_text(encoding="utf-8").strip() for file in folder.glob("*.txt")}
     for stem in {*videos, *texts}:
@@ -127,5 +131,85 @@ def _beside(folder: Path) -> Iterator[Captioned]:
 
 
 def _wrong(path: Path, rule: str) -> Problem:
-    remedy = f"Put name.mp4 and name.txt side by side, or list files and captions in {CAPTIONS}"
+    remedy = f"Put name.txt next to name.mp4, or list files and captions in {CAPTIONS}"
     return Problem(name="training data", value=str(path), rule=rule, remedy=remedy)
+
+
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sorted:
+    """Videos by bucket, and the reasons why others fit none."""
+
+    buckets: Mapping[ClipSize, tuple[Captioned, ...]]
+    left_out: Mapping[Path, str]
+
+
+def kept_share(clip: ClipSize, bucket: ClipSize) -> float:
+    """Returns the share of a clip that a bucket keeps: length x picture area x detail.
+
+    A clip is scaled to cover the bucket (loses detail by the scale), cropped at the sides (loses
+    picture area) and at the end (loses length).
+    """
+    scale = max(bucket.height / clip.height, bucket.width / clip.width)
+    picture = bucket.height * bucket.width / (clip.height * clip.width * scale**2)
+    return bucket.frames / clip.frames * picture * scale
+
+
+def bucket_of(clip: ClipSize, buckets: Sequence[ClipSize]) -> ClipSize | None:
+    """Returns the bucket that keeps most of a clip (the first of equals), or None."""
+    fitting = [bucket for bucket in buckets if clip.covers(bucket)]
+    return max(fitting, key=lambda bucket: kept_share(clip, bucket), default=None)
+
+
+def sort_videos(
+    videos: Sequence[Captioned],
+    buckets: Sequence[ClipSize],
+    *,
+    notes: Path,
+    advance: Advance = lambda: None,
+) -> Sorted:
+    """Returns every video in its bucket, in order; caches measured sizes in `notes`."""
+    sorted_in: dict[ClipSize, list[Captioned]] = {bucket: [] for bucket in buckets}
+    left_out: dict[Path, str] = {}
+    measured = Measured(notes)
+    for file, caption in videos:
+        try:
+            size = measured.size(file)
+        except UnusableClip as error:
+            left_out[file] = str(error)
+        else:
+            bucket = bucket_of(size, buckets)
+            if bucket is None:
+                names = ", ".join(map(str, buckets))
+                left_out[file] = f"{file}: is {size}, and smaller than every bucket ({names})"
+            else:
+                sorted_in[bucket].append((file, caption))
+        advance()
+    return Sorted(
+        buckets={bucket: tuple(held) for bucket, held in sorted_in.items() if held},
+        left_out=left_out,
+    )
+
+
+class Measured:
+    """Sizes of videos, each measured once and cached in a file of JSON lines."""
+
+    def __init__(self, notes: Path):
+        self._notes = notes
+        self._known = {_key(line): line["size"] for line in read_json_lines(notes)}
+
+    def size(self, file: Path) -> ClipSize:
+        """Returns the size of a video. Raises UnusableClip."""
+        about = {"file": str(file), "bytes": file.stat().st_size}
+        held = self._known.get(_key(about))
+        if held is not None:
+            return ClipSize(**held)
+        size = size_of(file)
+        append_json_lines(self._notes, [{**about, "size": vars(size)}])
+        return size
+
+
+def _key(line: Mapping[str, Any]) -> tuple[str, int]:
+    return line["file"], line["bytes"]

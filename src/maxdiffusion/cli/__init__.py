@@ -1,0 +1,1 @@
+"""The command line: usage texts, exit codes and one call into the room that does the work."""

@@ -1,0 +1,229 @@
+"""The commands of the package: help texts, common config fields, and the call that does the work.
+
+The modules `maxdiffusion.generate_wan` and so on are the public names of these commands.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from maxdiffusion.cli.entry import Command, with_config
+from maxdiffusion.config import ParsedConfig
+from maxdiffusion.errors import Problem, ProblemsFound
+
+CONFIG_ARGUMENTS = "CONFIG [key=value ...]"
+CONFIG_DETAILS = """\
+  CONFIG                          a YAML file, such as configs/{example}, or a Python
+                                  file whose get_config() returns an ml_collections.ConfigDict
+  key=value                       overrides a key of the file: seed=7
+  flash_block_sizes.block_q=4096  overrides one entry of a table
+  print_config=true               prints the resolved config with the source of each value
+  -h, --help                      prints this text
+  --version                       prints the version"""
+ALL_KEYS = "docs/configuration.md lists all keys."
+SAMPLING = ("prompt", "seed", "height", "width", "num_frames", "num_inference_steps")
+DEVICES = ("attention", "ici_data_parallelism", "ici_context_parallelism", "ulysses_shards")
+TRAINING = (
+    "pretrained_model_name_or_path",
+    "dataset_type",
+    "train_data_dir",
+    "latent_cache_dir",
+    "checkpoint_dir",
+    "export_dir",
+    "max_train_steps",
+    "global_batch_size",
+    "learning_rate",
+)
+
+
+def generate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Makes the videos of a config, on all processes of the job."""
+    from maxdiffusion.cli.distributed_run import run_distributed
+    from maxdiffusion.generation.generate import generate
+
+    search_tiles = None
+    if parsed.config.enable_tile_search:
+        from maxdiffusion.preflight.tile_search import search_before_run
+
+        search_tiles = search_before_run
+    run_distributed(parsed, partial(generate, search_tiles=search_tiles))
+
+
+def train(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Trains the transformers of a config, on all processes of the job."""
+    from maxdiffusion.cli.distributed_run import run_distributed
+    from maxdiffusion.training.train import train
+
+    run_distributed(parsed, train)
+
+
+def preprocess(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Encodes the training clips of a config, on all processes of the job."""
+    from maxdiffusion.cli.distributed_run import run_distributed
+    from maxdiffusion.training.train import preprocess
+
+    run_distributed(parsed, preprocess)
+
+
+def train_vae(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Trains the autoencoder of a config."""
+    from maxdiffusion.training.train import train_vae
+
+    train_vae(parsed)
+
+
+def preflight(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Reports on one job, ranks attentions, or estimates the cost for several context sizes."""
+    use_topology(parsed)
+    from maxdiffusion.preflight.command import preflight
+    from maxdiffusion.preflight.ranking import compare, scan
+
+    if parsed.config.compare:
+        compare(parsed, arguments)
+    if parsed.config.scan_cp:
+        scan(parsed)
+    if not (parsed.config.compare or parsed.config.scan_cp):
+        preflight(parsed, arguments)
+
+
+def tune(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Searches the best block sizes of a config's attention."""
+    if not parsed.config.topology:
+        from maxdiffusion.preflight.tile_search import tune_here
+
+        tune_here(parsed)
+        return
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="tune_") as dump:
+        use_topology(parsed, dump=dump)
+        from maxdiffusion.preflight.tile_search import tune_for_topology
+
+        tune_for_topology(parsed, Path(dump))
+
+
+def use_topology(parsed: ParsedConfig, *, dump: str | None = None) -> None:
+    """Sets the environment of libtpu for the config's topology; call it before jax is imported.
+
+    libtpu writes the machine code that it generates to `dump`.
+    """
+    from maxdiffusion.costs.chips import read_topology
+    from maxdiffusion.preflight.devices import check_libtpu, prepare_environment
+
+    try:
+        topology = read_topology(parsed.config.topology)
+    except ProblemsFound as error:
+        raise ProblemsFound([*parsed.problems, *error.problems]) from None
+    check_libtpu()
+    prepare_environment(topology, dump=dump)
+
+
+def read_profile(arguments: Sequence[str]) -> None:
+    """Prints the seconds of every scope of a profile."""
+    from maxdiffusion.runtime.traces import DEPTH, read_profiles, table
+
+    folder, *depth = arguments
+    if depth and not depth[0].isdecimal():
+        rule = "must be a positive integer"
+        raise ProblemsFound([Problem(name="DEPTH", value=depth[0], rule=rule)])
+    print(table(read_profiles(Path(folder)), int(depth[0]) if depth else DEPTH))
+
+
+GENERATE = Command(
+    name="generate_wan",
+    summary="Makes videos.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n\n{ALL_KEYS}",
+    run=with_config(generate),
+    common=("pretrained_model_name_or_path", *SAMPLING, "output_dir", *DEVICES),
+)
+TRAIN = Command(
+    name="train_wan",
+    summary="Trains a WAN model. The same command continues an interrupted run.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
+    f"docs/training.md explains training. {ALL_KEYS}",
+    run=with_config(train),
+    common=TRAINING,
+)
+TRAIN_VAE = Command(
+    name="train_wan_vae",
+    summary="Trains the autoencoder of a WAN model. The same command continues an interrupted run.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
+    f"docs/training.md explains training. {ALL_KEYS}",
+    run=with_config(train_vae),
+    common=TRAINING,
+)
+PREPROCESS = Command(
+    name="preprocess_wan",
+    summary="Encodes training clips: writes latents and text embeddings to latent_cache_dir, where "
+    "train_wan\nfinds them. The same command continues an interrupted run.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
+    f"docs/training.md explains training. {ALL_KEYS}",
+    run=with_config(preprocess),
+    common=(
+        "pretrained_model_name_or_path",
+        "dataset_type",
+        "train_data_dir",
+        "latent_cache_dir",
+        "num_frames",
+        "height",
+        "width",
+    ),
+)
+PREFLIGHT = Command(
+    name="preflight_wan",
+    summary="Reports how a job will run on a TPU slice: memory, collectives, predicted time. "
+    "Needs no TPU.",
+    arguments="CONFIG topology=NAME [key=value ...]",
+    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n"
+    """
+  topology=tpu7x:2x2x1            the TPU slice to compile for
+  report=preflight.json           writes the report as JSON too
+  compare='["ulysses_custom", "ulysses_ring_custom:2x2"]'
+                                  ranks attentions and splits of the context
+  aot_cache_dir=programs          stores the programs for generate_wan with the same key
+  scan_cp=4,8,16,32               estimates the cost for context sizes; compiles nothing
+
+"""
+    f"docs/preflight.md explains the report. {ALL_KEYS}",
+    run=with_config(preflight),
+    common=("topology", "report", "compare", "scan_cp", "aot_cache_dir", *SAMPLING[2:], *DEVICES),
+)
+TUNE = Command(
+    name="tune_attention",
+    summary="Finds the best block sizes of a job's attention kernels.",
+    arguments="CONFIG [topology=NAME] [key=value ...]",
+    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n"
+    """
+  topology=tpu7x:2x2x1            ranks block sizes by their machine code; without it they are
+                                  timed on this machine's devices
+  tile_search_out=FOLDER          a table of all candidates, where a later run resumes, and plots
+  tuned_blocks_file=FILE          stores the best block sizes; jobs with the same key use them
+
+"""
+    f"{ALL_KEYS}",
+    run=with_config(tune),
+    common=(
+        *("topology", "tile_search_out", "tuned_blocks_file"),
+        *("tile_search_mode", "tile_search_iters"),
+        *SAMPLING[2:5],
+        *DEVICES,
+    ),
+)
+READ_PROFILE = Command(
+    name="read_profile",
+    summary="Prints where the time of profiled steps went.",
+    arguments="FOLDER [DEPTH]",
+    details="""\
+  FOLDER      OUTPUT_DIR/profile of a run with enable_profiler=true
+  DEPTH       parts of a scope to tell apart (3: blocks/self_attention/kernel)
+  -h, --help  prints this text
+  --version   prints the version
+
+docs/profiling.md explains the scopes.""",
+    run=read_profile,
+)
+COMMANDS = (GENERATE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)

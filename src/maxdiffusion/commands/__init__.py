@@ -1,1 +1,0 @@
-"""What a person types: from a config to video files."""

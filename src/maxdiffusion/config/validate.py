@@ -1,0 +1,255 @@
+"""Checks of a config by itself. Each check raises ProblemsFound with all that it finds.
+
+Such a config loads and prints; it does not run.
+"""
+
+import tempfile
+from pathlib import Path, PurePath
+from string import Formatter
+
+from maxdiffusion.config.compat import COMPAT_FIELDS
+from maxdiffusion.config.config import Config
+from maxdiffusion.config.fields import Effect, Field, nearest_word
+from maxdiffusion.distributed.service import writes_files
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.runtime.files import check_object_store, is_object_store
+
+AUTO = "auto"  # resolved for the devices before attention is planned
+
+ORBAX_FIELDS = ("pretrained_orbax_dir", "checkpoint_dir")
+NAME_FIELDS = frozenset({"seed", "i"})
+
+
+def check_model_type(config: Config) -> None:
+    """Refuses models other than text-to-video."""
+    if config.model_type != "T2V":
+        raise ProblemsFound(
+            [
+                Problem(
+                    name="model_type",
+                    value=config.model_type,
+                    rule="only text-to-video runs; image-to-video files can be loaded and printed",
+                    remedy="Use a text-to-video config (model_type: T2V), or print this one: "
+                    "print_config=true",
+                )
+            ]
+        )
+
+
+def check_refused(config: Config) -> None:
+    """Refuses public keys that ask for something that this program does not offer."""
+    Collector(
+        [
+            refusal(field, config.compat[name])
+            for name, field in COMPAT_FIELDS.items()
+            if field.effect is Effect.REFUSED and config.compat[name] != field.default
+        ]
+    ).raise_if_any()
+
+
+def refusal(field: Field, value: object) -> Problem:
+    """Returns the problem of a refused key that is not at its default."""
+    meaning = field.meaning.rstrip(".")
+    rule = f"not offered ({meaning[0].lower()}{meaning[1:]})"
+    return Problem(name=field.name, value=value, rule=rule, remedy=field.way_out)
+
+
+def check_attention_name(config: Config) -> None:
+    """Refuses unknown attention names."""
+    # The registry imports jax, which reading and printing a config does not need.
+    from maxdiffusion.attention import ATTENTION_NAMES
+
+    names = (AUTO, *ATTENTION_NAMES)
+    if config.attention not in names:
+        rule = f"must be one of {', '.join(names)}"
+        remedy = nearest_word(config.attention, names)
+        problem = Problem(name="attention", value=config.attention, rule=rule, remedy=remedy)
+        raise ProblemsFound([problem])
+
+
+def check_guidance(config: Config) -> None:
+    """Refuses guidance scales of the other model family."""
+    if config.model_name == "wan2.2" and config.guidance_scale is not None:
+        problem = Problem(
+            name="guidance_scale",
+            value=config.guidance_scale,
+            rule="wan2.2 has a scale for each of its two experts",
+            remedy="Set guidance_scale_high and guidance_scale_low",
+        )
+        raise ProblemsFound([problem])
+    of_two_experts = {
+        "guidance_scale_high": config.guidance_scale_high,
+        "guidance_scale_low": config.guidance_scale_low,
+        "boundary_ratio": config.boundary_ratio,
+    }
+    rule, remedy = "wan2.1 has one transformer only", "Set guidance_scale, or leave it out"
+    Collector(
+        [
+            Problem(name=name, value=value, rule=rule, remedy=remedy)
+            for name, value in of_two_experts.items()
+            if config.model_name == "wan2.1" and config.overridden(name)
+        ]
+    ).raise_if_any()
+
+
+def check_output(config: Config, videos: int | None) -> None:
+    """Checks the names and folders of output files; `videos` is their number, if known."""
+    problems = Collector()
+    with problems:
+        check_output_name(config.output_name, videos)
+    with problems:
+        check_object_storage(
+            output_dir=config.output_dir,
+            timing_file=config.timing_file,
+            pretrained_orbax_dir=config.pretrained_orbax_dir,
+            jax_cache_dir=config.jax_cache_dir,
+            aot_cache_dir=config.aot_cache_dir,
+            prompt_embeddings_cache_dir=config.prompt_embeddings_cache_dir,
+        )
+    with problems:
+        if not config.output_dir:
+            rule, remedy = "must be the path of a folder", "Use output_dir=outputs"
+            raise ProblemsFound([Problem(name="output_dir", value="", rule=rule, remedy=remedy)])
+    # The first process writes all files but profiles, which every process writes.
+    if writes_files() or config.enable_profiler:
+        prompts = config.prompt_embeddings_cache_dir
+        with problems:
+            check_writable("output_dir", config.output_dir, Path(config.output_dir))
+        with problems:
+            check_writable("prompt_embeddings_cache_dir", prompts, Path(prompts).expanduser())
+        with problems:
+            check_writable("timing_file", config.timing_file, Path(config.timing_file).parent)
+    problems.raise_if_any()
+
+
+def check_object_storage(**paths: str) -> None:
+    """Checks the paths of fields (by name) that may be in object storage."""
+    problems = Collector()
+    for name, path in paths.items():
+        with problems:
+            if not is_object_store(path):
+                continue
+            if name in ORBAX_FIELDS and not path.startswith("gs://"):
+                rule = "orbax writes arrays to disks and to gs:// only"
+                raise ProblemsFound([Problem(name=name, value=path, rule=rule)])
+            check_object_store(name, path)
+    problems.raise_if_any()
+
+
+def check_on_disk(**paths: str) -> None:
+    """Checks the paths of fields (by name) that must be on a disk."""
+    rule = "must be on a disk: lines are appended to it, which object storage cannot do"
+    Collector(
+        [
+            Problem(name=name, value=path, rule=rule, remedy="Copy it there afterwards")
+            for name, path in paths.items()
+            if is_object_store(path)
+        ]
+    ).raise_if_any()
+
+
+def check_writable(name: str, value: str, folder: Path) -> None:
+    """Checks that files can be written to a folder, or to its nearest existing parent."""
+    if not value or is_object_store(value):
+        return
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return
+    except OSError as error:
+        rule = f"nothing can be written there: {error.strerror} ({existing})"
+        remedy = "Name a folder that you may write to, such as outputs"
+        raise ProblemsFound([Problem(name=name, value=value, rule=rule, remedy=remedy)]) from None
+
+
+def check_output_name(pattern: str, videos: int | None) -> None:
+    """Checks the pattern for the names of videos."""
+    remedy = "Use a name like wan_output_{seed}_{i}.mp4"
+    Collector(
+        [
+            Problem(name="output_name", value=pattern, rule=rule, remedy=remedy)
+            for rule in broken_name_rules(pattern, videos)
+        ]
+    ).raise_if_any()
+
+
+def broken_name_rules(pattern: str, videos: int | None) -> list[str]:
+    """Returns the rules that a pattern for the names of videos breaks."""
+    try:
+        parts = list(Formatter().parse(pattern))
+    except ValueError:
+        return ["braces must enclose seed or i"]
+    fields = {field for _, field, _, _ in parts if field is not None}
+    plain = not any(spec or conversion for _, _, spec, conversion in parts)
+    is_video_name = PurePath(pattern).name == pattern and PurePath(pattern).suffix == ".mp4"
+    rules = {
+        "may contain {seed} and {i} only": fields <= NAME_FIELDS and plain,
+        "must contain {i}, so that several videos get different names": "i" in fields
+        or videos == 1,
+        "must be a file name without folders that ends in .mp4": is_video_name,
+    }
+    return [rule for rule, kept in rules.items() if not kept]
+
+
+def check_vae(config: Config, devices: int) -> None:
+    """Checks the tiles of the VAE and the devices that split a frame."""
+    problems: list[Problem] = []
+    for side, tile, stride in (
+        ("height", config.vae_tile_height, config.vae_tile_stride_height),
+        ("width", config.vae_tile_width, config.vae_tile_stride_width),
+    ):
+        if stride > tile:
+            name = f"vae_tile_stride_{side}"
+            rule = f"must not exceed vae_tile_{side}={tile}, or pixels are left out"
+            remedy = f"Use at most {tile}"
+            problems.append(Problem(name=name, value=stride, rule=rule, remedy=remedy))
+    if config.vae_spatial != -1 and devices % config.vae_spatial:
+        divisors = ", ".join(str(n) for n in range(1, devices + 1) if devices % n == 0)
+        rule = f"must divide the {devices} devices"
+        remedy = f"Use one of {divisors}, or -1 for all"
+        name, value = "vae_spatial", config.vae_spatial
+        problems.append(Problem(name=name, value=value, rule=rule, remedy=remedy))
+    Collector(problems).raise_if_any()
+
+
+def check_profile(config: Config, steps_field: str, steps: int) -> None:
+    """Checks that a profile begins before the last step; `steps_field` names the step count."""
+    skip = config.skip_first_n_steps_for_profiler
+    if config.enable_profiler and skip >= steps:
+        name = "skip_first_n_steps_for_profiler"
+        rule = f"leaves nothing to profile of {steps_field}={steps}"
+        remedy = f"Use at most {max(0, steps - 1)}, or enable_profiler=false"
+        raise ProblemsFound([Problem(name=name, value=skip, rule=rule, remedy=remedy)])
+
+
+def read_prompts(config: Config) -> tuple[str, ...]:
+    """Returns the prompts of the config or of its prompts file, in order."""
+    if not config.prompts_file:
+        return (config.prompt,) if isinstance(config.prompt, str) else config.prompt
+    if config.overridden("prompt") and config.overridden("prompts_file"):
+        rule = "the command line gives prompt as well"
+        raise prompts_file_problem(config, rule, "Leave out prompt or prompts_file")
+    return read_lines(config)
+
+
+def read_lines(config: Config) -> tuple[str, ...]:
+    """Returns the lines of the prompts file that are not blank."""
+    remedy = "Give a text file in UTF-8 with one prompt per line"
+    try:
+        # Some editors begin a file with a byte order mark, which is no part of a prompt.
+        text = Path(config.prompts_file).read_text(encoding="utf-8-sig")
+    except OSError as error:
+        rule = f"cannot be read: {error.strerror}"
+        raise prompts_file_problem(config, rule, remedy) from None
+    except UnicodeDecodeError:
+        raise prompts_file_problem(config, "is not text in UTF-8", remedy) from None
+    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not lines:
+        raise prompts_file_problem(config, "has no prompts", remedy)
+    return lines
+
+
+def prompts_file_problem(config: Config, rule: str, remedy: str) -> ProblemsFound:
+    """Returns the error of a prompts file."""
+    problem = Problem(name="prompts_file", value=config.prompts_file, rule=rule, remedy=remedy)
+    return ProblemsFound([problem])

@@ -1,0 +1,1 @@
+"""Jobs of several processes: initialisation, coordination, watchdog and preemption."""

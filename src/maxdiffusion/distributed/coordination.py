@@ -1,0 +1,290 @@
+"""Coordinates the processes of a job: barrier, broadcast, gather, comparison, preemption.
+
+Every process must call these functions equally often and in the same order. With one process they
+return at once and send nothing. After SIGTERM, the notice of preemption, all processes stop at the
+same step:
+
+    with PREEMPTION.guard():
+        for step in PREEMPTION.until_preempted(steps):   # raises Preempted between two steps
+            ...
+"""
+
+import functools
+import itertools
+import json
+import os
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar, cast, final
+
+import jax
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxdiffusion.distributed.service import (
+    Process,
+    Service,
+    is_multiprocess,
+    joined_service,
+    this_process,
+)
+from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.runtime.files import as_path, is_object_store, new_folder, only_writer
+from maxdiffusion.runtime.timing import HostTimes, Timings
+
+# The watchdog ends a job that hangs much earlier; this limits jobs that run without it.
+TIMEOUT_SECONDS = 24 * 3600.0
+REMEDY = "Start all processes with the same command, package, files and model"
+SHOWN_CHARACTERS, CHARACTERS_BEFORE = 120, 30  # of a value, and before the first difference
+
+Value = TypeVar("Value")
+
+
+class Diverged(RunFailed):
+    """Processes that compute the same value have different results."""
+
+
+@final
+class Coordinator:
+    """Gathers strings over a service. Counts the rounds of each topic, so that none is mixed up."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+    @functools.cached_property
+    def processes(self) -> tuple[Process, ...]:
+        """Returns all processes in order. All must use it: the first use gathers them."""
+        texts = self.all_gather("processes", json.dumps(asdict(this_process())))
+        return tuple(Process(**json.loads(text)) for text in texts)
+
+    def all_gather(
+        self, topic: str, text: str, *, timeout: float = TIMEOUT_SECONDS
+    ) -> tuple[str, ...]:
+        """Returns the text of every process, in their order."""
+        service, number = self._service, next(self._rounds[topic])
+        service.publish(_key(topic, number, service.index), text)
+        texts = tuple(
+            text
+            if other == service.index
+            else service.receive(_key(topic, number, other), sender=other, timeout=timeout)
+            for other in range(service.count)
+        )
+        if number:  # all have published in this round, so all have read the previous one
+            service.delete(_key(topic, number - 1, service.index))
+        return texts
+
+
+def _key(topic: str, number: int, index: int) -> str:
+    return f"gathered/{topic}/{number}/{index}"
+
+
+@functools.cache
+def _coordinator() -> Coordinator:
+    # The rounds are counted once per process, whoever asks.
+    return Coordinator(joined_service())
+
+
+def all_processes() -> tuple[Process, ...]:
+    """Returns all processes of the job, in order."""
+    return _coordinator().processes if is_multiprocess() else (this_process(),)
+
+
+def all_gather_str(topic: str, text: str, *, timeout: float = TIMEOUT_SECONDS) -> tuple[str, ...]:
+    """Returns the text that each process gives for a topic, in their order."""
+    if not is_multiprocess():
+        return (text,)
+    return _coordinator().all_gather(topic, text, timeout=timeout)
+
+
+def barrier(topic: str, *, timeout: float = TIMEOUT_SECONDS) -> None:
+    """Returns when all processes have reached this point."""
+    all_gather_str(f"barrier/{topic}", "", timeout=timeout)
+
+
+def broadcast_from_first(topic: str, make: Callable[[], Value]) -> Value:
+    """Returns on every process the JSON value that `make` returns on the one that writes files."""
+    if not is_multiprocess():
+        return make()
+    texts = all_gather_str(topic, json.dumps(make()) if jax.process_index() == 0 else "")
+    return json.loads("".join(texts))
+
+
+@contextmanager
+def new_shared_folder(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder that all processes write into and that then replaces `folder`.
+
+    The first process creates and renames it, as `new_folder` does. Object storage cannot rename:
+    there the folder is emptied and written in place, so its completion mark must be written last.
+    """
+    with ExitStack() as stack:
+
+        def begin() -> str:
+            if is_object_store(folder):
+                if folder.exists():
+                    cast(epath.Path, folder).rmtree()
+                return os.fspath(folder)
+            stack.enter_context(only_writer(folder.parent))
+            return os.fspath(stack.enter_context(new_folder(folder)))
+
+        yield as_path(broadcast_from_first("new folder", begin))
+        barrier("new folder written")
+    barrier("new folder in place")
+
+
+def gather_host_times(timings: Timings) -> tuple[HostTimes, ...]:
+    """Returns the times of every process, in their order."""
+    process = this_process()
+    mine = HostTimes.of(timings, process=process.index, host=process.host)
+    texts = all_gather_str("timings", json.dumps(asdict(mine)))
+    return tuple(HostTimes(**json.loads(text)) for text in texts)
+
+
+# Comparison
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A value of one process that is not the usual one."""
+
+    name: str
+    value: Any
+    usual: Any
+    process: Process
+
+    def as_problem(self) -> Problem:
+        """Returns the problem, with long values cut to where they differ."""
+        start = _first_shown(repr(self.value), repr(self.usual))
+        return Problem(
+            name=f"{self.name} on {self.process}",
+            value=_shortened(self.value, start),
+            rule=f"is {_shortened(self.usual, start)} on the other processes",
+            remedy=REMEDY,
+        )
+
+
+def assert_equal_across_processes(topic: str, facts: Mapping[str, object]) -> None:
+    """Raises ProblemsFound, on every process alike, for each fact that differs somewhere."""
+    found = differences(_gathered(topic, facts), all_processes())
+    if found:
+        raise ProblemsFound([difference.as_problem() for difference in found])
+
+
+def assert_same_result(name: str, digest: str) -> None:
+    """Raises Diverged, on every process alike, if a result is not the same everywhere."""
+    found = differences(_gathered("results", {name: digest}), all_processes())
+    if found:
+        odd = ", ".join(str(difference.process) for difference in found)
+        raise Diverged(
+            f"{name} differs on {odd} from the other processes. It was not saved. If this happens "
+            "again, test the memory and the devices of that host."
+        )
+
+
+def differences(
+    facts_of_processes: Sequence[Mapping[str, object]], processes: Sequence[Process]
+) -> list[Difference]:
+    """Returns every value that differs from the most common one; of two, the first is usual."""
+    found = []
+    names = dict.fromkeys(name for facts in facts_of_processes for name in facts)
+    for name in names:
+        texts = [json.dumps(facts.get(name)) for facts in facts_of_processes]
+        usual = Counter(texts).most_common(1)[0][0]
+        found += [
+            Difference(name=name, value=json.loads(text), usual=json.loads(usual), process=process)
+            for text, process in zip(texts, processes, strict=True)
+            if text != usual
+        ]
+    return found
+
+
+def _gathered(topic: str, facts: Mapping[str, object]) -> list[Mapping[str, object]]:
+    return [json.loads(text) for text in all_gather_str(topic, json.dumps(facts))]
+
+
+def _first_shown(one: str, other: str) -> int:
+    """Returns the first character to show of two texts: shortly before they differ, if long."""
+    if max(len(one), len(other)) <= SHOWN_CHARACTERS:
+        return 0
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return max(0, sum(1 for _ in same) - CHARACTERS_BEFORE)
+
+
+def _shortened(value: object, start: int) -> object:
+    """Returns the value itself if it is short, else the part of its text that is shown."""
+    text = repr(value)
+    if not start and len(text) <= SHOWN_CHARACTERS:
+        return value
+    end = start + SHOWN_CHARACTERS
+    return ("..." if start else "") + text[start:end] + ("..." if end < len(text) else "")
+
+
+IsPreempted = Callable[[int], bool]
+Item = TypeVar("Item")
+
+
+class Preempted(Exception):
+    """The run was asked to stop and has reached a point where it can."""
+
+
+@contextmanager
+def listen_for_preemption() -> Iterator[IsPreempted]:
+    """Yields a function that returns whether to stop at a step. Step numbers must rise by one.
+
+    With several processes, a SIGTERM of one stops all of them at the same step.
+    """
+    if is_multiprocess():
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    received = False
+
+    def on_signal(*_: Any) -> None:
+        nonlocal received
+        received = True
+
+    try:
+        previous = signal.signal(signal.SIGTERM, on_signal)
+    except ValueError:  # only the main thread may set signal handlers
+        yield lambda step: False
+        return
+    try:
+        yield lambda step: received
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+@final
+class Preemption:
+    """Numbers the steps of a run, over all of its loops, and stops between two of them."""
+
+    def __init__(self) -> None:
+        self._is_preempted: IsPreempted = _never
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Listens for SIGTERM while the block runs."""
+        with listen_for_preemption() as self._is_preempted:
+            try:
+                yield
+            finally:
+                self._is_preempted = _never
+
+    def until_preempted(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields the items. Raises Preempted before the next one if the run has to stop."""
+        for item in items:
+            if self._is_preempted(next(self._numbers)):
+                raise Preempted
+            yield item
+
+
+def _never(step: int) -> bool:
+    return False
+
+
+# jax agrees on a step number, which must rise over all loops of a process.
+PREEMPTION = Preemption()

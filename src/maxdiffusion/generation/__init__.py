@@ -1,0 +1,1 @@
+"""One generation job: resolve, load, denoise, decode, write, resume."""

@@ -1,0 +1,256 @@
+"""Reports what a job will do on a TPU slice that is not there: plan -> compile -> read -> report.
+
+`preflight` plans the job of a config without reading weights and compiles every program of a
+generation for the topology of the config. The schedule of the denoise step gives cycles and
+collectives, the machine code of the kernels gives their time, and `assemble` adds both up.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+
+from maxdiffusion.checkpoints.diffusers_folder import is_hub_id
+from maxdiffusion.config.load import ParsedConfig
+from maxdiffusion.costs.chips import Chip, Topology, read_topology
+from maxdiffusion.costs.flops import ForwardFlops, forward_flops, step_bounds
+from maxdiffusion.costs.links import Network, network
+from maxdiffusion.costs.step_time import (
+    KernelFigures,
+    KernelTime,
+    Runs,
+    VideoTime,
+    kernel_calls,
+    kernel_plans,
+    step_time,
+)
+from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.generation.job import ResolvedJob, plan_job
+from maxdiffusion.generation.settings import fill_aot_cache, sampler
+from maxdiffusion.models.umt5 import Umt5Config
+from maxdiffusion.models.vae import WanVaeConfig
+from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.models.wan.config import wan_2_1_t2v_1_3b, wan_2_1_t2v_14b, wan_2_2_t2v_a14b
+from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
+from maxdiffusion.preflight.compile import (
+    DENOISE_STEP,
+    CompiledProgram,
+    compile_all,
+    programs_of,
+    shorter_text_encoders,
+)
+from maxdiffusion.preflight.devices import describe_devices
+from maxdiffusion.preflight.kernels import kernel_process
+from maxdiffusion.preflight.readers.collectives import find_collectives
+from maxdiffusion.preflight.readers.cycles import count_cycles
+from maxdiffusion.preflight.readers.hlo import read_program
+from maxdiffusion.preflight.report import Report, residence
+from maxdiffusion.runtime.tpu_flags import describe_flags
+
+# Hub id -> sizes of a transformer, and the boundary between experts (None: there is one expert).
+RELEASED: Mapping[str, tuple[Callable[[], WanTransformerConfig], float | None]] = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (wan_2_2_t2v_a14b, 0.875),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (wan_2_1_t2v_14b, None),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (wan_2_1_t2v_1_3b, None),
+}
+# Every release names this sampler; its other settings do not change a program.
+_SCHEDULER = {
+    "_class_name": "UniPCMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+}
+
+
+def find_spec(location: str) -> WanSpec:
+    """Returns the spec of a folder, or of a released model by its hub id; downloads nothing."""
+    if not is_hub_id(location):
+        return open_wan_folder(location)[1]
+    if location not in RELEASED:
+        raise ProblemsFound(
+            [
+                Problem(
+                    name="pretrained_model_name_or_path",
+                    value=location,
+                    rule="its sizes are not known here, and preflight downloads nothing",
+                    remedy=f"Use a local folder, or one of {', '.join(RELEASED)}",
+                )
+            ]
+        )
+    sizes, boundary = RELEASED[location]
+    return WanSpec(
+        transformer=sizes(),
+        vae=WanVaeConfig(),
+        text_encoder=Umt5Config(),
+        scheduler=_SCHEDULER,
+        boundary_ratio=boundary,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopologyJob:
+    """A planned job on the described devices of a topology."""
+
+    topology: Topology
+    planned: ResolvedJob
+
+
+def plan_for_topology(parsed: ParsedConfig) -> TopologyJob:
+    """Returns the checked job of a config on its topology; raises every problem at once."""
+    topology = read_topology(parsed.config.topology)
+    planned = plan_on(parsed, describe_devices(topology))
+    builder = fill_aot_cache(planned.builder, planned.config)
+    return TopologyJob(topology=topology, planned=replace(planned, builder=builder))
+
+
+def plan_on(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> ResolvedJob:
+    """Returns the checked job of a config on these devices, real or described."""
+    spec = find_spec(parsed.config.pretrained_model_name_or_path)
+    return plan_job(parsed, spec, devices)
+
+
+logger = logging.getLogger(__name__)
+
+
+def preflight(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Compiles the job of a config, shows the report and writes it to `report` as JSON."""
+    job = plan_for_topology(parsed)
+    planned = job.planned
+    flags = describe_flags(job.topology.chip.name)
+    plan = planned.attention.describe()
+    logger.info("\n".join([*planned.notes, *flags, plan]))
+    report = compiled_report(job, arguments)
+    logger.info(report.describe())
+    path = planned.config.report
+    if path:
+        Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n")
+        logger.info(f"wrote {path}")
+
+
+def compiled_report(job: TopologyJob, arguments: Sequence[str], only: str = "") -> Report:
+    """Returns the report on all programs of a job, or on the one with the name `only`."""
+    planned, chip = job.planned, job.topology.chip
+    builder, shape = planned.builder, planned.shape
+    every = programs_of(
+        builder,
+        shape,
+        sampler=sampler(planned.config, builder.spec),
+        attention=planned.attention,
+    )
+    makers = tuple(maker for maker in every if only in ("", maker.name))
+    if planned.config.aot_cache_dir and not only:
+        makers += shorter_text_encoders(builder)
+    if not kernel_plans(planned.attention):
+        return assemble(job, tuple(compile_all(makers, chip)), ())
+    with kernel_process(arguments) as kernels:
+        programs = tuple(compile_all(makers, chip))
+        return assemble(job, programs, kernels.result())
+
+
+def assemble(
+    job: TopologyJob, programs: Sequence[CompiledProgram], figures: Sequence[KernelFigures]
+) -> Report:
+    """Returns the report on compiled programs and kernels."""
+    planned, chip = job.planned, job.topology.chip
+    builder, mesh = planned.builder, planned.builder.mesh
+    transformer = builder.spec.transformer
+    (step,) = (program for program in programs if program.name == DENOISE_STEP)
+    schedule = read_program(step.text)
+    cycles = count_cycles(schedule, transformer.layers, chip)
+    collectives = find_collectives(schedule, mesh.shape)
+    links = network(job.topology, mesh.devices.flatten().tolist())
+    flops = step_flops(planned)
+    seconds = step_time(
+        chip=chip,
+        kernels=kernel_times(planned, figures, chip),
+        cycles=cycles.by_key(),
+        collectives=collectives,
+        network=links,
+    )
+    return Report(
+        topology=job.topology,
+        mesh=dict(mesh.shape),
+        attention=planned.choices.attention,
+        programs=programs,
+        residence=residence(builder, programs),
+        kernels=figures,
+        cycles=cycles,
+        collectives=collectives,
+        flops=flops,
+        bounds=step_bounds(flops, chip, devices=mesh.size, head_dim=transformer.head_dim),
+        step=seconds,
+        video=video_time(programs, program_runs(planned), seconds.total, network=links),
+    )
+
+
+def step_flops(job: ResolvedJob) -> ForwardFlops:
+    """Returns the FLOPs of one denoise step over the whole batch."""
+    return forward_flops(
+        job.builder.spec.transformer,
+        tokens=job.shape.latent.tokens,
+        text_length=job.shape.text_length,
+        batch=job.shape.model_batch,
+    )
+
+
+def kernel_times(
+    job: ResolvedJob, figures: Sequence[KernelFigures], chip: Chip
+) -> dict[str, KernelTime]:
+    """Returns the seconds of each kernel, of a call and of a step."""
+    layers = job.builder.spec.transformer.layers
+    plans = kernel_plans(job.attention)
+    times = {}
+    for kernel in figures:
+        use = kernel_calls(plans[kernel.purpose])
+        attention = chip.seconds(use.cycles(kernel))
+        times[kernel.name] = KernelTime(
+            call=attention / (use.calls * use.groups), step=attention * layers
+        )
+    return times
+
+
+def program_runs(job: ResolvedJob) -> dict[str, int]:
+    """Returns how often each program runs for one batch of videos of the same prompt."""
+    return {
+        "text_encoder": job.shape.guidance.copies,
+        "read_text": len(job.builder.spec.experts),
+        "start": 1,
+        DENOISE_STEP: job.config.num_inference_steps,
+        "decode": job.shape.videos,
+    }
+
+
+def video_time(
+    programs: Sequence[CompiledProgram],
+    times: Mapping[str, int],
+    step_seconds: float,
+    *,
+    network: Network,
+) -> VideoTime:
+    """Returns the time of programs that run `times`; that of a denoise step is `step_seconds`."""
+    return VideoTime(
+        programs={
+            program.name: Runs(
+                seconds=step_seconds
+                if program.name == DENOISE_STEP
+                else program_seconds(program.text, network),
+                times=times[program.name],
+            )
+            for program in programs
+            if program.name in times
+        }
+    )
+
+
+def program_seconds(text: str, network: Network) -> float:
+    """Returns the seconds of a program without attention kernels."""
+    schedule, chip = read_program(text), network.topology.chip
+    return step_time(
+        chip=chip,
+        kernels={},
+        cycles=count_cycles(schedule, 1, chip).by_key(),
+        collectives=find_collectives(schedule, {"device": len(network.positions)}),
+        network=network,
+    ).total

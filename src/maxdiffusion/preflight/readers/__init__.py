@@ -1,0 +1,1 @@
+"""Readers of what the TPU compiler writes: scheduled HLO, kernel bundles, collectives."""

@@ -1,0 +1,1 @@
+"""Training data: clips, caches of latents and text, batches in a fixed order."""
