@@ -8,8 +8,8 @@
 CONFIG.yml and key=value are those of generate_wan: configs/wan_tiny.yml on a CPU,
 configs/base_wan_27b.yml on TPUs. name:UxR splits the context into U devices of ulysses and R of
 ring. Started on every host of a slice, as generate_wan is, it measures the slice; the first process
-writes. Each case is a line of JSON in `--results`, a run that was cut short goes on there, and at
-the end a table is printed and a picture written beside it. `--profile` traces the measured steps of
+writes. Each case is a line of JSON in `--results`, where an interrupted run continues. At the end a
+table is printed and a chart written next to the results. `--profile` traces the measured steps of
 these batch sizes. Weights are random: nothing is loaded.
 """
 
@@ -18,8 +18,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from maxdiffusion.commands.entry import run_command
-from maxdiffusion.config.loading import Reading
+from maxdiffusion.cli.entry import run_reporting, with_config
+from maxdiffusion.config.load import ParsedConfig
 
 ATTENTIONS = "flash,tokamax_ring,ulysses,ulysses_ring,ulysses_custom,ulysses_ring_custom"
 
@@ -27,15 +27,12 @@ ATTENTIONS = "flash,tokamax_ring,ulysses,ulysses_ring,ulysses_custom,ulysses_rin
 def main(words: Sequence[str]) -> int:
     """Measures; returns the exit code."""
     arguments = parse_arguments(words)
-    return run_command(
-        arguments.config,
-        usage=str(__doc__),
-        work=lambda reading, config: bench(reading, config, arguments),
-    )
+    run = with_config(lambda parsed, config: bench(parsed, config, arguments))
+    return run_reporting(run, arguments.config)
 
 
 def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
-    """The command line."""
+    """Returns the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -47,32 +44,40 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--profile", default="", type=numbers)
     arguments = parser.parse_intermixed_args(words)
     if arguments.steps < 1 or not all(batch > 0 for batch in arguments.batches):
-        parser.error("--steps and --batches are whole numbers from 1")
+        parser.error("--steps and --batches must be positive integers")
     return arguments
 
 
 def numbers(text: str) -> list[int]:
-    """The whole numbers in a list with commas."""
+    """Returns the integers of a comma-separated list."""
     return [int(word) for word in text.split(",") if word]
 
 
-def bench(reading: Reading, config: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Runs the sweep on all processes of the job, then says what came of it."""
-    from maxdiffusion.commands.together import together
+def bench(parsed: ParsedConfig, config: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Runs the sweep on all processes of the job."""
+    from maxdiffusion.cli.distributed_run import run_distributed
 
-    together(reading, lambda reading: sweep(reading, config, arguments))
+    run_distributed(parsed, lambda parsed: sweep(parsed, config, arguments))
 
 
-def sweep(reading: Reading, config: Sequence[str], arguments: argparse.Namespace) -> None:
-    """Measures what is missing, prints the table, and writes the picture."""
+def sweep(parsed: ParsedConfig, config: Sequence[str], arguments: argparse.Namespace) -> None:
+    """Measures the missing cases, prints the table, and writes the chart."""
     import jax
 
     from maxdiffusion import __version__
-    from maxdiffusion.commands.bench_attention import Sweep, cases_of, run_sweep, say
-    from maxdiffusion.commands.bench_results import Results, picture, table
+    from maxdiffusion.preflight.benchmark import (
+        Results,
+        Sweep,
+        cases_of,
+        chart,
+        run_sweep,
+        table,
+    )
+    from maxdiffusion.preflight.plots import require_matplotlib
 
+    require_matplotlib()
     kind, count = jax.devices()[0].device_kind, jax.device_count()
-    job = f"{reading.config.digest()[:12]} {count} x {kind}, {__version__}, {arguments.steps} steps"
+    job = f"{parsed.config.digest()[:12]} {count} x {kind}, {__version__}, {arguments.steps} steps"
     results = Results(arguments.results, job)
     run_sweep(
         Sweep(
@@ -86,10 +91,10 @@ def sweep(reading: Reading, config: Sequence[str], arguments: argparse.Namespace
     )
     if jax.process_index() == 0:
         lines = results.lines()
-        size = f"{reading.config.width}x{reading.config.height}, {reading.config.num_frames} frames"
+        size = f"{parsed.config.width}x{parsed.config.height}, {parsed.config.num_frames} frames"
         drawing = arguments.results.with_suffix(".svg")
-        drawing.write_text(picture(f"Denoise step, {size}, {count} x {kind}", lines))
-        say(f"{table(lines)}\nwrote {arguments.results} and {drawing}")
+        drawing.write_text(chart(f"Denoise step, {size}, {count} x {kind}", lines))
+        print(f"{table(lines)}\nwrote {arguments.results} and {drawing}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Prints what each process of a job reads of a checkpoint beside what its devices hold.
+"""Compares the bytes that each process reads of a checkpoint with the bytes its devices hold.
 
     python scripts/bench_load_processes.py --processes 2 --gigabytes 0.5
 
 Writes the synthetic checkpoint of bench_load.py to a temporary folder and starts the processes on
 this machine, with eight CPU devices in all. They load it once with weights split over all devices
-and once with whole weights on every device, each time from cold files. `beside MB` is the most
+and once with whole weights on every device, each time from cold files. `above MB` is the most
 memory that a process took above what its devices hold (on a CPU that is memory of the host too).
 """
 
@@ -23,7 +23,7 @@ DEVICES = 8
 
 
 def main() -> None:
-    """Starts the processes and prints a table of what they say."""
+    """Starts the processes and prints a table of their results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=2, help="processes, which divide eight")
     parser.add_argument("--gigabytes", type=float, default=0.5, help="size of the checkpoint")
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def start(processes: int, root: str, layers: int) -> list[list[dict[str, object]]]:
-    """What every process says of its loads."""
+    """Returns the results of every process."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
@@ -65,12 +65,12 @@ def start(processes: int, root: str, layers: int) -> list[list[dict[str, object]
 
 def report(said: list[list[dict[str, object]]]) -> None:
     """Prints a line for every load and process, and one for the job."""
-    print("weights     process  read MB  needed MB  read/needed  held MB  beside MB  seconds")
+    print("weights     process  read MB  needed MB  read/needed  held MB   above MB  seconds")
     for loads in zip(*said, strict=True):
         for index, load in enumerate(loads):
             read, needed = load["read"] / 1e6, load["needed"] / 1e6
-            held, beside = load["held"] / 1e6, (load["growth"] - load["held"]) / 1e6
-            cost = f"{held:8.1f} {beside:10.1f} {load['seconds']:8.2f}"
+            held, above = load["held"] / 1e6, (load["growth"] - load["held"]) / 1e6
+            cost = f"{held:8.1f} {above:10.1f} {load['seconds']:8.2f}"
             ratio = f"{read:8.1f} {needed:10.1f} {read / needed:12.2f}"
             print(f"{load['weights']:11} {index:7} {ratio} {cost}")
         whole = loads[0]["whole"] / 1e6
@@ -79,17 +79,17 @@ def report(said: list[list[dict[str, object]]]) -> None:
 
 
 def work(root: str, layers: int, address: str, processes: int, process: int) -> None:
-    """One process: loads on two meshes, and prints what it cost as JSON."""
+    """Runs one process: loads on two meshes and prints the costs as JSON."""
     import jax
     import jax.numpy as jnp
 
+    from maxdiffusion.checkpoints.load import load_components
+    from maxdiffusion.distributed.coordination import barrier
+    from maxdiffusion.distributed.initialize import ProcessGroup, Timeouts, join
     from maxdiffusion.mesh import MeshShape, build_mesh
-    from maxdiffusion.runtime.coordination import barrier
-    from maxdiffusion.runtime.joining import Patience, Place, join
-    from maxdiffusion.weights.loading import load_components
 
     if processes > 1:
-        join(Place(address=address, processes=processes, process=process), Patience())
+        join(ProcessGroup(address=address, processes=processes, process=process), Timeouts())
     sources = {
         name: source_of(Path(root) / name, layers, jnp.dtype("bfloat16")) for name in COMPONENTS
     }
@@ -111,7 +111,7 @@ def work(root: str, layers: int, address: str, processes: int, process: int) -> 
 
 
 def resident(name: str) -> int:
-    """Bytes of memory that this process has now (VmRSS), or had at most (VmHWM)."""
+    """Returns the memory of this process in bytes: now (VmRSS), or its peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Makes one table of the reports that scripts/bench_static.sh has preflight write.
+"""Makes one table of the preflight reports of scripts/bench_static.sh.
 
     python scripts/bench_static.py FOLDER
 
@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 CLOCK = 1153.5e12 / 524_288
 LAYERS, TOKENS, HEADS, DEVICES = 40, 75_600, 40, 8
-# Cycles of a score on two MXUs of 256 x 256, for heads of 128: half of Q.K^T's depth is empty.
+# Cycles of a score on two MXUs of 256 x 256 with head_dim 128: Q.K^T fills half of the depth.
 CYCLES_PER_SCORE = 1.5 / 1024
 
 
 class Row(NamedTuple):
-    """A figure, how it is written, what it must reach and what it should."""
+    """A figure with its format, its limit and its target."""
 
     name: str
     value: float | None
@@ -44,13 +44,13 @@ def main() -> int:
 
 
 def read(path: Path) -> Any:
-    """The report of the only attention that was compared, or the rows of a scan."""
+    """Returns the report of the only entry of `compare`, or the rows of a scan."""
     rows = json.loads(path.read_text())
     return rows[0].get("report", rows)
 
 
 def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
-    """The rows that the reports allow."""
+    """Yields the rows of the table; a missing report leaves its rows empty."""
     online, fixed_m, cp8 = (reports.get(name) for name in ("online", "fixed_m", "cp8"))
     bounded, ring = reports.get("cp8_fixed_m"), reports.get("ring")
     yield Row("online main loop, of the MXU bound", main_loop(online), ".1%", "95 %", "99 %")
@@ -62,8 +62,8 @@ def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
     yield Row("fixed-m two calls of a ring of 2", whole_call(fixed_m, 2), ".1%", "", "")
     yield Row("cycles outside kernels, CP8, CFG off", outside(cp8), ",.0f", "19 M", "17.5 M")
     yield Row("cycles outside kernels, dp2-cp4, CFG on", outside(online), ",.0f", "38 M", "35 M")
-    yield Row("exchanges of a layer waited for, U2R2", waited(online), ".0f", "1", "1")
-    yield Row("exchanges of a layer waited for, U1R4", waited(ring), ".0f", "1", "1")
+    yield Row("exchanges of a layer waited for, U2R2", exposed(online), ".0f", "1", "1")
+    yield Row("exchanges of a layer waited for, U1R4", exposed(ring), ".0f", "1", "1")
     yield Row("seconds per step, dp2-cp4, online, U2R2", seconds(online), ".3f", "2.3", "2.15")
     yield Row("seconds per step, dp2-cp4, online, U1R4", seconds(ring), ".3f", "2.3", "2.15")
     yield Row("seconds per step, dp2-cp4, fixed-m", seconds(fixed_m), ".3f", "2.3", "2.15")
@@ -75,17 +75,17 @@ def rows_of(reports: dict[str, Any]) -> Iterator[Row]:
 
 
 def self_attention(report: Any) -> Any:
-    """The figures of the kernel of self-attention."""
+    """Returns the figures of the self-attention kernel."""
     return next(one for one in report["kernels"] if one["purpose"] == "self-attention")
 
 
 def main_loop(report: Any) -> float | None:
-    """The share of the MXUs' speed that the main loop reaches; more than all of it is all of it."""
+    """Returns the share of MXU peak that the main loop reaches, at most 1."""
     return None if report is None else min(1.0, self_attention(report)["mxu_share"])
 
 
 def whole_call(report: Any, batch: int) -> float | None:
-    """What the MXUs need for the unpadded scores, over all cycles of the attention kernels."""
+    """Returns the MXU cycles of the unpadded scores over all cycles of the attention kernels."""
     if report is None:
         return None
     name = self_attention(report)["name"]
@@ -94,12 +94,12 @@ def whole_call(report: Any, batch: int) -> float | None:
 
 
 def outside(report: Any) -> float | None:
-    """Estimated cycles of a layer outside attention kernels."""
+    """Returns the estimated cycles of a layer outside attention kernels."""
     return None if report is None else report["cycles_per_layer_outside_kernels"]
 
 
-def waited(report: Any) -> float | None:
-    """Exchanges of a layer that nothing runs beside."""
+def exposed(report: Any) -> float | None:
+    """Returns the number of collectives of a layer that no other work overlaps."""
     if report is None:
         return None
     inside = [one for one in report["collectives"] if one["times"] % LAYERS == 0]
@@ -107,12 +107,12 @@ def waited(report: Any) -> float | None:
 
 
 def seconds(report: Any) -> float | None:
-    """The predicted step."""
+    """Returns the predicted seconds of a step."""
     return None if report is None else report["predicted_seconds_per_step"]
 
 
 def scaling(scan: Any, before: int, after: int) -> float | None:
-    """Device-seconds of the smaller context over those of the larger."""
+    """Returns the device-seconds of the smaller context over those of the larger."""
     times = {row["context"]: row["seconds_per_step"] for row in scan or ()}
     if not {before, after} <= set(times):
         return None

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Prints the figures of docs/performance.md for the current tree, counted from programs that libtpu
-# compiles for tpu7x without one; the last line is the same as one JSON object.
-# Usage: scripts/bench_static.sh [FOLDER]      (FOLDER keeps the reports; those there are not made anew)
-# Takes about half an hour on two idle cores. BENCH_PYTHON names another Python than .venv's.
+# Prints the figures of docs/performance.md for the current tree, from programs that libtpu compiles
+# for tpu7x without a TPU; the last line is the same as one JSON object.
+# Usage: scripts/bench_static.sh [FOLDER]      (FOLDER keeps the reports; existing ones are reused)
+# Takes about half an hour on two idle cores. BENCH_PYTHON selects another Python than that of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${BENCH_PYTHON:-}" ]; then
-  . scripts/environment.sh "[tpu]"
+  . scripts/environment.sh "[tpu,plots]"
   BENCH_PYTHON=.venv/bin/python
 fi
 folder=${1:-$(mktemp -d)}
@@ -15,7 +15,7 @@ mkdir -p "$folder"
 guided=(ici_data_parallelism=2 ici_context_parallelism=4)
 unguided=(ici_context_parallelism=8 guidance_scale_high=1.0 guidance_scale_low=1.0)
 
-report() { # NAME ARGUMENTS...: makes FOLDER/NAME.json unless it is there
+report() { # NAME ARGUMENTS...: writes FOLDER/NAME.json unless it exists
   local name=$1
   shift
   [ -s "$folder/$name.json" ] && return

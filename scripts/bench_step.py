@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Times one transformer forward of ours and of diffusers' torch on this CPU, with the same weights.
+"""Times one transformer forward of maxdiffusion and of diffusers (torch) on this CPU.
 
     python scripts/bench_step.py [--tokens 2048] [--repeats 5] [--layers 8]
 
-Two child processes, one per side, take turns, so that whatever else the machine does hits both. The
-forward is whole on both sides: text embedding, keys and values of the text, all blocks, head. In a
-denoising loop ours computes the text's part once per prompt; that time is printed as a second line.
-Needs the `parity` extra (torch). Sizes are those of WAN 2.1 1.3B with fewer layers.
+Both have the same weights. Two child processes, one per side, take turns, so that other load on the
+machine affects both. The forward is complete on both sides: text embedding, keys and values of the
+text, all blocks, head. In a denoising loop ours computes the part of the text once per prompt; that
+time is printed as a second line. Needs the extra `parity` (torch). Sizes are those of WAN 2.1 1.3B
+with fewer layers.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import numpy as np
 
 SIDES = ("ours", "diffusers")
 FRAME_TOKENS = 16 * 16
-# Sums of thousands of float32 products through eight blocks; velocities are of order 1.
+# Sums of thousands of float32 products in eight blocks; velocities are of order 1.
 TOLERANCE = 1e-3
 
 
@@ -47,7 +48,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line; `--side` and `--folder` are for the children."""
+    """Returns the options of the command line; `--side` and `--folder` are for the children."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=2048, help="a multiple of 256")
     parser.add_argument("--repeats", type=int, default=5)
@@ -58,12 +59,12 @@ def parse_arguments() -> argparse.Namespace:
     if arguments.tokens < 1 or arguments.tokens % FRAME_TOKENS:
         parser.error(f"--tokens {arguments.tokens}: must be a multiple of {FRAME_TOKENS}")
     if arguments.repeats < 1 or arguments.layers < 1:
-        parser.error("--repeats and --layers are whole numbers from 1")
+        parser.error("--repeats and --layers must be positive integers")
     return arguments
 
 
 def start(side: str, arguments: argparse.Namespace, folder: str) -> subprocess.Popen:
-    """A child that answers each line on its stdin with the time of one forward."""
+    """Starts a child that answers each line on its stdin with the time of one forward."""
     sizes = [f"--tokens={arguments.tokens}", f"--layers={arguments.layers}"]
     # Some virtual CPUs advertise AMX and trap on it.
     environment = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "JAX_PLATFORMS": "cpu"} | os.environ
@@ -77,7 +78,7 @@ def start(side: str, arguments: argparse.Namespace, folder: str) -> subprocess.P
 
 
 def ask(child: subprocess.Popen, request: str) -> dict[str, float]:
-    """The child's answer to `request`."""
+    """Returns the child's answer to `request`."""
     child.stdin.write(request + "\n")
     child.stdin.flush()
     answer = child.stdout.readline()
@@ -89,7 +90,7 @@ def ask(child: subprocess.Popen, request: str) -> dict[str, float]:
 def take_turns(
     children: dict[str, subprocess.Popen], repeats: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Times of every run by side, the first (compilation, page faults) left out."""
+    """Returns the times of every run by side, without the first (compilation, page faults)."""
     requests = [("ours", "forward"), ("diffusers", "forward"), ("ours", "step")]
     times: dict[str, list[dict[str, float]]] = {" ".join(request): [] for request in requests}
     for turn in range(repeats + 1):
@@ -103,7 +104,7 @@ def take_turns(
 def report(
     times: dict[str, list[dict[str, float]]], arguments: argparse.Namespace, folder: Path
 ) -> int:
-    """Prints times and ratios; returns 1 if the two sides computed different things."""
+    """Prints times and ratios; returns 1 if the results of the two sides differ."""
     print(
         f"{arguments.layers} layers, 12 heads x 128, ffn 8960, {arguments.tokens} tokens, float32, "
         f"{os.cpu_count()} CPU cores, {arguments.repeats} runs in turns"
@@ -142,7 +143,7 @@ def serve(arguments: argparse.Namespace) -> None:
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor `name`, the same in every process; kernels keep the size of what they multiply."""
+    """Returns the tensor `name`, the same in every process; weights preserve the variance."""
     values = np.random.default_rng(zlib.crc32(name.encode())).standard_normal(shape, np.float32)
     fan_in = np.prod(shape[1:]) if len(shape) > 1 and shape[0] != 1 else 100.0
     offset = 1.0 if name.endswith(("norm_q.weight", "norm_k.weight", "norm2.weight")) else 0.0
@@ -150,19 +151,19 @@ def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def inputs(tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Latents [B, C, F, H, W], time and text in diffusers' layout."""
+    """Returns latents [B, C, F, H, W], time and text in the layout of diffusers."""
     frames = tokens // FRAME_TOKENS
     text = drawn("text", (1, 512, 4096))
     return drawn("latents", (1, 16, frames, 32, 32)) * 100, np.asarray([500]), text
 
 
 def diffusers_config(layers: int) -> dict[str, int]:
-    """WAN 2.1 1.3B with `layers` layers."""
+    """Returns the config of WAN 2.1 1.3B with `layers` layers."""
     return {"num_layers": layers, "num_attention_heads": 12, "ffn_dim": 8960}
 
 
 def build_diffusers(arguments: argparse.Namespace) -> dict[str, Callable[[], np.ndarray]]:
-    """The forward of diffusers."""
+    """Returns the forward of diffusers."""
     import torch
     from diffusers import WanTransformer3DModel
 
@@ -181,7 +182,7 @@ def build_diffusers(arguments: argparse.Namespace) -> dict[str, Callable[[], np.
 
 
 def build_ours(arguments: argparse.Namespace) -> dict[str, Callable[[], np.ndarray]]:
-    """The forward of ours, and the one of a denoising step, which has the text's part already."""
+    """Returns our forward, and that of a denoising step, which has the text's part already."""
     import jax
     import jax.numpy as jnp
     from flax import nnx
@@ -232,12 +233,12 @@ def build_ours(arguments: argparse.Namespace) -> dict[str, Callable[[], np.ndarr
 
 
 def our_model(layers: int):
-    """Our transformer with the weights that `drawn` gives diffusers'."""
+    """Returns our transformer with the weights that `drawn` gives to diffusers."""
     import jax.numpy as jnp
     from flax import nnx
 
     from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
-    from maxdiffusion.weights.transformer_map import transformer_map
+    from maxdiffusion.models.wan.checkpoint import transformer_map
 
     config = WanTransformerConfig.from_diffusers(diffusers_config(layers))
     kinds = {"dtype": jnp.float32, "param_dtype": jnp.float32}

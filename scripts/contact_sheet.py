@@ -1,6 +1,7 @@
 """Draws videos as rows of frames: python scripts/contact_sheet.py SHEET.png VIDEO.mp4 ...
 
-Every row has the prompt of its video above it, if the file has one in it.
+Every row has the prompt of its video above it, if the file has one in it. Needs pillow, which the
+extra `plots` installs.
 """
 
 import argparse
@@ -15,7 +16,7 @@ GAP, LINE = 4, 18
 
 
 def row(frames: np.ndarray, *, title: str, zoom: int) -> Image.Image:
-    """The frames of one video side by side, enlarged, under its title."""
+    """Returns the frames of one video in a row, enlarged, under its title."""
     count, height, width, _ = frames.shape
     top = LINE if title else 0
     size = (count * (width * zoom + GAP) - GAP, top + height * zoom)

@@ -22,9 +22,16 @@ from maxdiffusion.models.vae import ALL_FRAMES
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.runtime.progress import steps_bar
-from maxdiffusion.training.clips import ClipFormat, Pool, Scene, caption, draw_scene, render
+from maxdiffusion.training.data.synthetic import (
+    ClipFormat,
+    Pool,
+    Scene,
+    caption,
+    draw_scene,
+    render,
+)
 from maxdiffusion.training.scoring import Marks, score
-from maxdiffusion.training.vae_training import peak_signal
+from maxdiffusion.training.vae import peak_signal
 
 SEED = 20_221_105  # of the scored draws; training uses small seeds
 AT_ONCE = 10
@@ -56,7 +63,7 @@ def sampler(pipeline: WanPipeline, arguments: argparse.Namespace) -> Make:
 
 def autoencoder(pipeline: WanPipeline, arguments: argparse.Namespace) -> Make:
     """Makes clips by encoding and decoding the true ones."""
-    graph = pipeline.workshop.models.vae.graph
+    graph = pipeline.builder.models.vae.graph
 
     @jax.jit
     def there_and_back(weights, video):

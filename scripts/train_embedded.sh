@@ -11,7 +11,7 @@
 #   shared     one transformer for all noise levels              3700  32         0.4
 #   model      two experts, forked from it, in turn              8500  32         0.4
 #
-# The seconds are those of two CPU cores with other work beside; all of it took 1 hour 59 minutes.
+# The seconds are those of two CPU cores with other work running; all of it took 1 hour 59 minutes.
 # The autoencoder keeps both busy only as two devices with half of a batch each; the transformer is
 # too small to gain from that.
 set -euo pipefail
@@ -48,10 +48,10 @@ if [ ! -e "$work/blank/model_index.json" ]; then
 import sys
 from pathlib import Path
 
-from maxdiffusion.training.blank import write_blank_model
-from maxdiffusion.weights.folder import locate
+from maxdiffusion.checkpoints.diffusers_folder import locate
+from maxdiffusion.training.random_init import write_random_model
 
-write_blank_model(locate("embedded")[0], Path(sys.argv[1]), seed=0)
+write_random_model(locate("embedded"), Path(sys.argv[1]), seed=0)
 PYTHON
 fi
 stage 2 pictures train_wan_vae blank num_frames=1 synthetic_window=32 global_batch_size=32 \

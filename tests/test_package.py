@@ -1,13 +1,12 @@
 """The package as a whole: a quick import, and versions that agree."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
 import maxdiffusion
+from tests.processes import output_of
 
 REPO = Path(__file__).parents[1]
 
@@ -18,8 +17,7 @@ def test_import_is_light_and_touches_no_device():
         "import sys, maxdiffusion, maxdiffusion.generate_wan;"
         f"print([name for name in {heavy} if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert output_of("-c", code).strip() == "[]"
 
 
 def test_versions_agree():

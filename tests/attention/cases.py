@@ -41,7 +41,7 @@ class Case:
             kv_len=self.length,
             heads=self.heads,
             head_dim=self.head_dim,
-            dtype=self.dtype,
+            dtype=np.dtype(self.dtype),
         )
 
 
@@ -90,20 +90,19 @@ def placed(plan: AttentionPlan, inputs: Inputs, *, padded: bool) -> list[jax.Arr
         widths[1] = (0, length - x.shape[1])
         return np.pad(x, widths, constant_values=7)
 
-    geometry = plan.geometry
     arrays = [
         jax.device_put(pad(x, length), NamedSharding(plan.mesh, spec))
         for x, length, spec in (
-            (inputs.q, plan.padded_q_len, geometry.q_spec),
-            (inputs.k, plan.padded_kv_len, geometry.kv_spec),
-            (inputs.v, plan.padded_kv_len, geometry.kv_spec),
+            (inputs.q, plan.padded_q_len, plan.problem.q_spec),
+            (inputs.k, plan.padded_kv_len, plan.problem.kv_spec),
+            (inputs.v, plan.padded_kv_len, plan.problem.kv_spec),
         )
     ]
     if mask is None:
         return [*arrays, None]
     full = np.ones((mask.shape[0], plan.padded_kv_len), bool)
     full[:, : mask.shape[1]] = mask
-    return [*arrays, jax.device_put(full, NamedSharding(plan.mesh, geometry.mask_spec))]
+    return [*arrays, jax.device_put(full, NamedSharding(plan.mesh, plan.problem.mask_spec))]
 
 
 def compiled(plan: AttentionPlan, arrays: list) -> jax.stages.Compiled:

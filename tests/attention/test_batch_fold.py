@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from attention.cases import Case, compiled, inputs_of, mesh_of, placed
 
 from maxdiffusion.attention import plan_attention
+from tests.attention.cases import Case, compiled, inputs_of, mesh_of, placed
 
 CASE = Case(label="fold", mesh=(1, 1, 2, 2, 1), batch=2, length=29, masked=True, heads=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ulysses", "ulysses_ring"])
 def test_a_batch_is_its_rows_one_by_one(name):
     mesh = mesh_of(CASE.mesh)
@@ -24,6 +25,6 @@ def test_a_batch_is_its_rows_one_by_one(name):
         arrays = placed(plan, part, padded=True)
         return np.asarray(compiled(plan, arrays)(*arrays))[:, : CASE.length]
 
-    together = run(2, slice(0, 2))
+    run_distributed = run(2, slice(0, 2))
     for row in range(2):
-        np.testing.assert_array_equal(together[row : row + 1], run(1, slice(row, row + 1)))
+        np.testing.assert_array_equal(run_distributed[row : row + 1], run(1, slice(row, row + 1)))

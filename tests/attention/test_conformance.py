@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention.cases import (
+from jax.sharding import NamedSharding
+
+from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
+from maxdiffusion.attention.registry import ATTENTION_OPS
+from tests.attention.cases import (
     QUICK,
     Case,
     allowed_error,
@@ -15,19 +19,17 @@ from attention.cases import (
     placed,
     relative_error,
 )
-from attention.collectives import (
-    counted,
-    expected_collectives,
-    expected_gradient_collectives,
-)
-from jax.sharding import NamedSharding
-
-from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
-from maxdiffusion.attention.modes import MODES
+from tests.attention.collectives import counted, stated, stated_of_gradient
+from tests.marking import slow_except
 
 ON_CPU = [name for name in ATTENTION_NAMES if name != "cudnn_flash_te"]
-WITH_GRADIENT = [name for name in ON_CPU if MODES[name].kernel.differentiable]
-FORWARD_ONLY = [name for name in ON_CPU if not MODES[name].kernel.differentiable]
+WITH_GRADIENT = [name for name in ON_CPU if ATTENTION_OPS[name].backend.differentiable]
+FORWARD_ONLY = [name for name in ON_CPU if not ATTENTION_OPS[name].backend.differentiable]
+# Cheap names that cover every context-parallel scheme, for the quick tests.
+ONE_PER_SCHEME = (
+    *("dot_product", "flash", "ring", "ulysses"),
+    *("ulysses_ring_custom", "ulysses_ring_custom_bidir"),
+)
 CHUNKS = 2
 
 CASES = [
@@ -68,14 +70,8 @@ CASES = [
 ]
 
 
-def groups_of(case: Case, name: str) -> int:
-    """Head groups under this name: there is one without an all-to-all."""
-    ulysses = case.mesh[3] if "ulysses_ring" in name else case.mesh[2] * case.mesh[3]
-    return case.options.ulysses_attention_chunks if "ulysses" in name and ulysses > 1 else 1
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
-@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("case", slow_except([CASES[2]], CASES), ids=lambda case: case.label)
+@pytest.mark.parametrize("name", slow_except(ONE_PER_SCHEME, ON_CPU))
 def test_equals_dense_attention_with_the_expected_collectives(name, case):
     plan = plan_attention(name, case.problem, mesh_of(case.mesh), case.options)
     inputs = inputs_of(case)
@@ -84,22 +80,39 @@ def test_equals_dense_attention_with_the_expected_collectives(name, case):
     first, again = (np.asarray(program(*arrays)) for _ in range(2))
     assert first.dtype == jnp.dtype(case.dtype)
     assert np.array_equal(first, again)
-    bound = allowed_error(case, inputs, fixed_m=name.endswith("fixed_m"))
-    if name.endswith("fp8"):
+    bound = allowed_error(case, inputs, fixed_m=plan.fixed_m)
+    if plan.lossy:
         bound += fp8_error(inputs)
     expected = inputs.expected(case.problem.scale)
     assert relative_error(first[:, : case.length], expected) <= bound
     if case.padded:
-        wanted = expected_collectives(name, *case.mesh[2:4], groups=groups_of(case, name))
-        assert counted(program.as_text()) == wanted
+        assert counted(program.as_text()) == stated(plan.collectives)
 
 
 LONGEST_RING = Case(label="ring 8", mesh=(1, 1, 8, 1, 1), length=57, masked=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ring", "ulysses_ring_custom_bidir"])
 def test_equals_dense_attention_on_a_ring_of_eight(name):
     test_equals_dense_attention_with_the_expected_collectives(name, LONGEST_RING)
+
+
+OVERLAPPED = Case(
+    label="2x2, local queries in whole tiles", mesh=(1, 1, 2, 2, 1), length=1100, heads=2
+)
+WITH_OVERLAP = [
+    name
+    for name in ON_CPU
+    if ATTENTION_OPS[name].scheme == ATTENTION_OPS["ulysses_ring_custom"].scheme
+]
+
+
+@pytest.mark.parametrize("name", slow_except(WITH_OVERLAP[:1], WITH_OVERLAP))
+def test_equals_dense_attention_with_overlapped_queries(name):
+    plan = plan_attention(name, OVERLAPPED.problem, mesh_of(OVERLAPPED.mesh))
+    assert plan.local.heads == (1, 1), "two kernel calls: local and remote queries"
+    test_equals_dense_attention_with_the_expected_collectives(name, OVERLAPPED)
 
 
 NATURAL = Case(
@@ -110,6 +123,7 @@ NATURAL = Case(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["ulysses_ring", "ulysses_ring_custom_fixed_m"])
 def test_equals_dense_attention_with_the_natural_exponent(name):
     test_equals_dense_attention_with_the_expected_collectives(name, NATURAL)
@@ -142,13 +156,13 @@ def gradient_program(plan, arrays, mask, weights):
 GRADIENT = Case(label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True)
 
 
-@pytest.mark.parametrize("name", WITH_GRADIENT)
+@pytest.mark.parametrize("name", slow_except(["dot_product", "ulysses_ring"], WITH_GRADIENT))
 def test_gradients_equal_those_of_dense_attention_with_the_expected_collectives(name):
     plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
     inputs = inputs_of(GRADIENT)
     weights = np.random.default_rng(1).standard_normal(inputs.q.shape).astype(np.float32)
     padding = ((0, 0), (0, plan.padded_q_len - GRADIENT.length), (0, 0), (0, 0))
-    where = NamedSharding(plan.mesh, plan.geometry.q_spec)
+    where = NamedSharding(plan.mesh, plan.problem.q_spec)
     *arrays, mask = placed(plan, inputs, padded=True)
     program = gradient_program(plan, arrays, mask, jax.device_put(np.pad(weights, padding), where))
     got = [np.asarray(x)[:, : GRADIENT.length] for x in program(*arrays)]
@@ -158,7 +172,7 @@ def test_gradients_equal_those_of_dense_attention_with_the_expected_collectives(
     # The backward pass chains the forward's roundings with those of dP = dO V^T and of dS K.
     bound = 3 * allowed_error(GRADIENT, inputs, fixed_m=False)
     assert all(relative_error(*pair) <= bound for pair in zip(got, wanted, strict=True))
-    assert counted(program.as_text()) == expected_gradient_collectives(name, 2, 2)
+    assert counted(program.as_text()) == stated_of_gradient(plan)
 
 
 @pytest.mark.parametrize("name", FORWARD_ONLY)

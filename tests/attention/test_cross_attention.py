@@ -5,7 +5,10 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
-from attention.cases import (
+
+from maxdiffusion.attention import plan_cross_attention
+from maxdiffusion.kernels.reference import dense_attention
+from tests.attention.cases import (
     Case,
     allowed_error,
     compiled,
@@ -14,10 +17,7 @@ from attention.cases import (
     placed,
     relative_error,
 )
-from attention.collectives import counted
-
-from maxdiffusion.attention import plan_cross_attention
-from maxdiffusion.kernels.reference import dense_attention
+from tests.attention.collectives import counted
 
 TEXT = 21
 CASE = Case(label="cross", mesh=(2, 1, 2, 2, 1), batch=2, length=61, masked=True)
@@ -40,7 +40,7 @@ def test_equals_dense_attention_and_moves_nothing(name):
 def test_batches_that_fsdp_does_not_divide_are_copied_along_it():
     case = Case(label="fsdp", mesh=(2, 2, 1, 2, 1), batch=2, length=30)
     plan = plan_cross_attention("flash", case.problem, mesh_of(case.mesh))
-    assert plan.geometry.batch_axes == ("data",)
+    assert plan.problem.batch_axes == ("data",)
     inputs = inputs_of(case)
     arrays = placed(plan, inputs, padded=True)
     got = np.asarray(compiled(plan, arrays)(*arrays))

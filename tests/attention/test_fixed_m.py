@@ -5,7 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from attention.cases import (
+
+from maxdiffusion.attention import AttentionOptions, plan_attention
+from tests.attention.cases import (
     Case,
     Inputs,
     allowed_error,
@@ -15,8 +17,6 @@ from attention.cases import (
     placed,
     relative_error,
 )
-
-from maxdiffusion.attention import AttentionOptions, plan_attention
 
 NAMES = ("ulysses_custom_fixed_m", "ulysses_ring_custom_fixed_m")
 CASE = Case(label="adversarial", mesh=(1, 1, 2, 2, 1), length=45, heads=4, masked=True)
@@ -85,6 +85,7 @@ def exact_score_error(inputs: Inputs) -> float:
     return float(norms[0] * norms[1] * CASE.problem.scale * CASE.head_dim**0.5 * 2.0**-24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", FAST, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_adversarial_inputs_stay_finite_and_right(name, make):
@@ -102,13 +103,13 @@ def test_reports_how_many_heads_took_the_fast_path(make):
     plan, _ = program(NAMES[1])
     arrays = placed(plan, make(), padded=True)
     with jax.set_mesh(plan.mesh):
-        assert int(jax.jit(plan.fast_heads)(*arrays)) == FAST[make]
+        assert int(jax.jit(plan.fixed_m_eligible_heads)(*arrays)) == FAST[make]
 
 
 def test_no_head_is_fast_without_fixed_m():
     plan = plan_attention("ulysses_custom", CASE.problem, mesh_of(CASE.mesh))
     arrays = placed(plan, ordinary(), padded=True)
-    assert int(plan.fast_heads(*arrays)) == 0
+    assert int(plan.fixed_m_eligible_heads(*arrays)) == 0
 
 
 def test_masks_that_leave_nothing_give_zeros():
@@ -132,7 +133,7 @@ def test_a_forced_gate_is_said_and_lets_every_head_through():
     assert "fixed-m for every head: the gate is forced" in plan.describe()
     with jax.set_mesh(plan.mesh):
         arrays = placed(plan, huge_norms(), padded=True)
-        assert int(jax.jit(plan.fast_heads)(*arrays)) == CASE.heads
+        assert int(jax.jit(plan.fixed_m_eligible_heads)(*arrays)) == CASE.heads
 
 
 def test_forced_heads_that_the_gate_lets_through_are_right():

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.attention.fold import fold_batch, fold_mask, head_groups, unfold_batch
+from maxdiffusion.attention.masks import fold_batch, fold_mask, head_groups, unfold_batch
 
 
 def test_folding_is_undone():
-    x = jnp.arange(2 * 5 * 3 * 4).reshape(2, 5, 3, 4)
+    x = jnp.arange(2.0 * 5 * 3 * 4).reshape(2, 5, 3, 4)
     folded = fold_batch(x)
     assert folded.shape == (1, 5, 6, 4)
     np.testing.assert_array_equal(folded[0, :, 4], x[1, :, 1])

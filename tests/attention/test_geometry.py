@@ -1,10 +1,11 @@
 """How lengths and batches fall on a mesh."""
 
+import numpy as np
 import pytest
-from attention.cases import mesh_of
 
 from maxdiffusion.attention import AttentionProblem, plan_attention
-from maxdiffusion.attention.geometry import even_length
+from maxdiffusion.attention.problem import even_length
+from tests.attention.cases import mesh_of
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,9 @@ def test_shares_are_even_and_whole_tiles_where_that_is_cheap(length, devices, pa
     ],
 )
 def test_fsdp_shares_in_the_batch_where_it_divides(mesh, axes, rows):
-    problem = AttentionProblem(batch=4, q_len=8, kv_len=8, heads=2, head_dim=16, dtype="float32")
-    geometry = plan_attention("dot_product", problem, mesh_of(mesh)).geometry
-    assert geometry.batch_axes == axes
-    assert geometry.local_batch == rows
+    problem = AttentionProblem(
+        batch=4, q_len=8, kv_len=8, heads=2, head_dim=16, dtype=np.dtype("float32")
+    )
+    split = plan_attention("dot_product", problem, mesh_of(mesh)).problem
+    assert split.batch_axes == axes
+    assert split.local_batch == rows

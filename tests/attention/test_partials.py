@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.attention.merge import add, merge, merge_knowing, output
+from maxdiffusion.attention.backends.base import add, merge, merge_partials, output
 from maxdiffusion.kernels.reference import Partials, dense_attention, reference_partials
 
 SCALE = 0.25
@@ -57,7 +57,7 @@ def test_partials_with_one_reference_merge_by_addition():
 @pytest.mark.parametrize("known", [True, False])
 def test_knowing_that_the_reference_is_one_picks_addition(known):
     first, second = halves()
-    got = merge_knowing(first, second, jnp.exp, jnp.asarray(known))
+    got = merge_partials(first, second, jnp.exp, jnp.asarray(known))
     wanted = add(first, second) if known else merge(first, second, jnp.exp)
     # Compiled, the sum of products is fused: one rounding less.
     np.testing.assert_allclose(got.l, wanted.l, rtol=2**-22)

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention.cases import QUICK, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiffusion.attention import (
@@ -15,9 +14,10 @@ from maxdiffusion.attention import (
     plan_attention,
     plan_cross_attention,
 )
-from maxdiffusion.attention.plan import columns_spec
-from maxdiffusion.kernels.heads import Columns
+from maxdiffusion.attention.plan import columns_spec, merge_heads
+from maxdiffusion.kernels.qk_prep import ProjectedHeads, heads_of
 from maxdiffusion.mesh import CONTEXT_AXES
+from tests.attention.cases import QUICK, mesh_of
 
 LENGTH, HEADS, WIDTH = 64, 3, 128
 # Both sides round alike; in between they add float32 in another order: sums of 3 x 128 squares,
@@ -31,7 +31,7 @@ def columns(seed, *, length=LENGTH, batch=2, heads=HEADS, normed=True, turned=Tr
     angles = rng.uniform(-3, 3, (length, WIDTH // 2)).astype(np.float32)
     draw = rng.standard_normal((batch, length, heads * WIDTH)).astype(np.float32)
     gain = 1 + 0.1 * rng.standard_normal(heads * WIDTH).astype(np.float32)
-    return Columns(
+    return ProjectedHeads(
         values=jnp.asarray(draw),
         gain=jnp.asarray(gain) if normed else None,
         cosines=jnp.cos(angles) if turned else None,
@@ -41,14 +41,22 @@ def columns(seed, *, length=LENGTH, batch=2, heads=HEADS, normed=True, turned=Tr
 
 
 def problem(keys=LENGTH):
-    sizes = {"heads": HEADS, "head_dim": WIDTH, "dtype": "float32"}
+    sizes = {"heads": HEADS, "head_dim": WIDTH, "dtype": np.dtype("float32")}
     return AttentionProblem(batch=2, q_len=LENGTH, kv_len=keys, **sizes)
 
 
 def attended(plan, *parts):
+    arrays, tree = jax.tree.flatten(parts)
+
+    def attend(*arrays):
+        parts = jax.tree.unflatten(tree, arrays)
+        if plan.fused:
+            return plan.attend_projected(*parts)
+        return merge_heads(plan(*(heads_of(part, WIDTH) for part in parts)))
+
     with jax.set_mesh(plan.mesh):
-        run = jax.jit(plan.of_columns).lower(*parts).compile(compiler_options=QUICK)
-    return np.asarray(run(*parts))
+        run = jax.jit(attend).lower(*arrays).compile(compiler_options=QUICK)
+    return np.asarray(run(*arrays))
 
 
 def placed(part, spec):
@@ -61,20 +69,21 @@ def placed(part, spec):
     return replace(part, values=values, **turn)
 
 
+@pytest.mark.slow
 def test_heads_placed_in_one_pass_attend_alike():
     """Three heads of two rows on two devices, in two groups: one slot stays empty."""
     options = AttentionOptions(ulysses_attention_chunks=2)
     plan = plan_attention("ulysses_ring_custom", problem(), MESH, options)
     assert not plan.fused
     parts = [columns(1), columns(2), columns(3, normed=False, turned=False)]
-    parts = [placed(part, plan.geometry.q_spec) for part in parts]
+    parts = [placed(part, plan.problem.q_spec) for part in parts]
     plain, fused = attended(plan, *parts), attended(replace(plan, fused=True), *parts)
     np.testing.assert_allclose(fused, plain, rtol=0, atol=NOISE * np.abs(plain).max())
 
 
 def test_queries_of_text_are_normed_in_one_pass_too():
     plan = plan_cross_attention("ulysses_ring_custom", problem(keys=20), MESH)
-    query = placed(columns(1, turned=False), plan.geometry.q_spec)
+    query = placed(columns(1, turned=False), plan.problem.q_spec)
     text = [columns(seed, length=20, normed=False, turned=False) for seed in (2, 3)]
     plain, fused = (attended(one, query, *text) for one in (plan, replace(plan, fused=True)))
     np.testing.assert_allclose(fused, plain, rtol=0, atol=NOISE * np.abs(plain).max())

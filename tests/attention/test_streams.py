@@ -2,10 +2,10 @@
 
 import jax
 import pytest
-from attention.cases import Case, inputs_of, mesh_of, placed
 from jax.extend.core import jaxprs_in_params
 
 from maxdiffusion.attention import AttentionPlan, plan_attention
+from tests.attention.cases import Case, inputs_of, mesh_of, placed
 
 DEGREE = 4
 CASE = Case(label="streams", mesh=(1, 1, DEGREE, 1, 1), length=32, heads=2)

@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxdiffusion.checkpoints.device_buffers import DeviceBuffer, HostBuffer
+from maxdiffusion.checkpoints.load import ComponentSource, LoadOptions, load_parameters
+from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.mesh import AXES
-from maxdiffusion.weights.checkpoint_map import CheckpointMap, linear
-from maxdiffusion.weights.loading import ComponentSource, LoadOptions, load_parameters
-from maxdiffusion.weights.placing import DeviceBuffer, HostBuffer
-from maxdiffusion.weights.safetensors_index import open_weights
+from maxdiffusion.models.checkpoint_map import CheckpointMap, linear
 
 
 def stack_source(folder: Path, layers: int, width: int) -> ComponentSource:
@@ -25,7 +25,7 @@ def stack_source(folder: Path, layers: int, width: int) -> ComponentSource:
     table = CheckpointMap(
         entries=tuple(linear("blocks", "blocks.{layer}", bias=False)), layers=layers
     )
-    return ComponentSource(stored=open_weights(folder)[0], table=table, abstract=abstract)
+    return ComponentSource(stored=open_weights(folder), table=table, abstract=abstract)
 
 
 def memory(folder: Path, buffer: str, layers: int, width: int) -> dict[str, int]:
@@ -48,7 +48,7 @@ def peak() -> int:
 
 def slices(folder: Path, address: str, process: int, order: list[int]) -> dict[str, object]:
     """One of two processes with four devices each; checks its slices and counts its bytes."""
-    from weights.small_model import expected, flat, source_of, tensors
+    from tests.checkpoints.small_model import expected, flat, source_of, tensors
 
     jax.distributed.initialize(address, num_processes=2, process_id=process)
     devices = np.array(jax.devices())[order].reshape(1, 2, 1, 1, 4)

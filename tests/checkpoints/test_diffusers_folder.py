@@ -3,11 +3,14 @@
 import json
 
 import pytest
-from weights.small_model import save, tensors
 
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.folder import inspect_model_folder, is_remote, open_model_folder
-from maxdiffusion.weights.hub import patterns
+from maxdiffusion.checkpoints.diffusers_folder import (
+    is_hub_id,
+    open_model_folder,
+    patterns,
+)
+from maxdiffusion.errors import ProblemsFound
+from tests.checkpoints.small_model import save, tensors
 
 INDEX = {
     "_class_name": "WanPipeline",
@@ -34,7 +37,9 @@ def model(tmp_path):
 
 
 def problems_of(location, **options):
-    return [str(problem) for problem in inspect_model_folder(location, **options)[1]]
+    with pytest.raises(ProblemsFound) as caught:
+        open_model_folder(location, **options)
+    return [str(problem) for problem in caught.value.problems]
 
 
 def test_a_sound_folder(model):
@@ -111,10 +116,10 @@ def test_folders_without_permission(model, monkeypatch, unreadable):
 
 def test_only_ids_without_a_folder_are_remote(model, monkeypatch):
     monkeypatch.chdir(model.parent)
-    assert is_remote("owner/model")
-    assert not is_remote("model/vae")
-    assert not is_remote("/absent/folder")
-    assert not is_remote("embedded")
+    assert is_hub_id("owner/model")
+    assert not is_hub_id("model/vae")
+    assert not is_hub_id("/absent/folder")
+    assert not is_hub_id("embedded")
 
 
 def test_a_hub_id_while_offline(monkeypatch, tmp_path):

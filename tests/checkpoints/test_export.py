@@ -6,7 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors import deserialize
-from weights.small_model import (
+
+from maxdiffusion.checkpoints.export import ExportOptions, export_component
+from maxdiffusion.checkpoints.load import load_parameters
+from maxdiffusion.errors import ProblemsFound
+from tests.checkpoints.small_model import (
     FLOATS,
     TABLE,
     assert_holds,
@@ -16,10 +20,6 @@ from weights.small_model import (
     source_of,
     tensors,
 )
-
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.export import ExportOptions, export_component
-from maxdiffusion.weights.loading import load_parameters
 
 CONFIG = {"_class_name": "SmallModel", "num_layers": 3}
 

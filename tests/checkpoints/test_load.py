@@ -7,7 +7,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from weights.small_model import (
+
+from maxdiffusion.checkpoints.device_buffers import DeviceBuffer, HostBuffer, copy_values
+from maxdiffusion.checkpoints.load import LoadOptions, load_components, load_parameters
+from maxdiffusion.errors import ProblemsFound
+from tests.checkpoints.small_model import (
     FLOATS,
     SHAPES,
     TABLE,
@@ -19,10 +23,6 @@ from weights.small_model import (
     source_of,
     tensors,
 )
-
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.loading import LoadOptions, load_components, load_parameters
-from maxdiffusion.weights.placing import DeviceBuffer, HostBuffer, copy_values
 
 
 @pytest.mark.parametrize(("shards", "index"), [(1, False), (3, True), (3, False)])
@@ -81,8 +81,8 @@ def test_parameters_are_split_by_their_words(tmp_path):
 
 def test_heads_may_be_cut_in_the_middle(tmp_path, monkeypatch):
     # Eight heads over eight devices are whole; a head width of 8 puts half a head on each.
-    monkeypatch.setattr("weights.small_model.HEAD_DIM", 8)
-    monkeypatch.setattr("weights.small_model.HEADS", 4)
+    monkeypatch.setattr("tests.checkpoints.small_model.HEAD_DIM", 8)
+    monkeypatch.setattr("tests.checkpoints.small_model.HEADS", 4)
     entries = [
         type(entry)(
             parameter=entry.parameter,
@@ -132,7 +132,7 @@ def test_everything_wrong_is_listed_at_once(tmp_path):
         r"gain='missing': .*\[5, 1, 1\]",
         r"blocks.0.up.weight='mis-shaped': .*\[24, 16\], found \[16, 24\]",
         r"blocks.3.up.bias='unexpected': .*\[24\]",
-        r"embedding.weight='I32': weights are one of F64, F32",
+        r"embedding.weight='I32': must be one of F64, F32",
     ):
         assert re.search(pattern, text), (pattern, text)
 
@@ -178,7 +178,7 @@ def test_a_file_that_shrinks_during_the_load_is_named(tmp_path):
     source = source_of(save(tmp_path, tensors()))
     (file,) = source.stored.files
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(ProblemsFound, match=r"safetensors'.*ended at byte"):
+    with pytest.raises(ProblemsFound, match=r"safetensors'.*became shorter during the load"):
         load_parameters(source)
 
 

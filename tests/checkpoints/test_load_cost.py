@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-from weights.small_model import save, tensors
 
-TESTS = Path(__file__).parents[1]
+from tests.checkpoints.small_model import save, tensors
+
+ROOT = Path(__file__).parents[2]
 
 
 def start(*arguments, devices=1):
@@ -20,10 +21,17 @@ def start(*arguments, devices=1):
     task, folder, *rest = arguments
     flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
-        [sys.executable, TESTS / "weights" / "load_alone.py", task, folder, *map(json.dumps, rest)],
+        [
+            sys.executable,
+            Path(__file__).with_name("load_alone.py"),
+            task,
+            folder,
+            *map(json.dumps, rest),
+        ],
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(TESTS), "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+        env=os.environ
+        | {"PYTHONPATH": f"{ROOT}:{ROOT}/src", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
     )
 
 
@@ -45,6 +53,7 @@ def stack(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("buffer", ["HostBuffer", "DeviceBuffer"])
 def test_memory_is_the_parameters_and_little_more(stack, buffer):
     cost = result(start("memory", stack, buffer, 8, 2560))
@@ -56,6 +65,7 @@ def test_memory_is_the_parameters_and_little_more(stack, buffer):
 
 
 # In the second order the devices of a process are not neighbours along the tensor axis.
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [list(range(8)), [0, 4, 1, 5, 2, 6, 3, 7]], ids=["rows", "mixed"])
 def test_two_processes_read_only_their_slices(tmp_path, order):
     folder = save(tmp_path, tensors())

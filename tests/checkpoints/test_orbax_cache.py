@@ -8,11 +8,19 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from weights.small_model import TABLE, assert_holds, expected, flat, mesh, save, source_of, tensors
 
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.manifest import Manifest
-from maxdiffusion.weights.orbax_cache import load_through_cache
+from maxdiffusion.checkpoints.orbax_cache import Manifest, load_through_cache
+from maxdiffusion.errors import ProblemsFound
+from tests.checkpoints.small_model import (
+    TABLE,
+    assert_holds,
+    expected,
+    flat,
+    mesh,
+    save,
+    source_of,
+    tensors,
+)
 
 STEM = "diffusion_pytorch_model"
 
@@ -38,7 +46,7 @@ def load(folder, cache, dtype=jnp.float32, table=TABLE, **options):
 def test_first_kept_then_taken(folder, cache):
     state, read, message = load(folder, cache)
     assert read > 0
-    assert message == f"transformer: kept in {cache / 'transformer'}"
+    assert message == f"transformer: cached in {cache / 'transformer'}"
     again, read, message = load(folder, cache)
     assert read == 0
     assert message == f"transformer: taken from {cache / 'transformer'}"
@@ -61,7 +69,7 @@ def test_changed_content_of_the_same_size(folder, cache):
     save(folder, other, shards=2)
     state, read, message = load(folder, cache)
     assert read > 0
-    assert "was made anew, because the content of" in message
+    assert "was converted again, because content of" in message
     assert f"{STEM}-00001-of-00002.safetensors" in message
     assert_holds(state, expected(other))
     assert load(folder, cache)[1] == 0
@@ -76,7 +84,7 @@ def test_touched_files_are_hashed_once_and_fit(folder, cache, monkeypatch):
     def fail(path):
         raise AssertionError(f"{path} was hashed again")
 
-    monkeypatch.setattr("maxdiffusion.weights.manifest._sha256", fail)
+    monkeypatch.setattr("maxdiffusion.runtime.files.digest_file", fail)
     assert load(folder, cache)[1] == 0
 
 
@@ -84,20 +92,20 @@ def test_other_dtype(folder, cache):
     load(folder, cache)
     state, read, message = load(folder, cache, jnp.bfloat16)
     assert read > 0
-    assert "dtypes or shapes changed" in message
+    assert "because parameters was" in message
     assert_holds(state, expected(tensors(), ml_dtypes.bfloat16))
 
 
 def test_other_files_map_and_version(folder, cache, monkeypatch):
     load(folder, cache)
     table = type(TABLE)(entries=TABLE.entries, layers=TABLE.layers, ignored=("x",))
-    assert "the weight map changed" in load(folder, cache, table=table)[2]
-    monkeypatch.setattr("maxdiffusion.weights.manifest.__version__", "99")
-    assert "the package version changed" in load(folder, cache, table=table)[2]
+    assert "weight map was" in load(folder, cache, table=table)[2]
+    monkeypatch.setattr("maxdiffusion.checkpoints.orbax_cache.__version__", "99")
+    assert "package version was" in load(folder, cache, table=table)[2]
     for file in folder.glob(f"{STEM}*"):
         file.unlink()
     save(folder, tensors())
-    assert "the set of weights files changed" in load(folder, cache, table=table)[2]
+    assert f"content of {STEM}.safetensors was null" in load(folder, cache, table=table)[2]
 
 
 def test_half_written_folders_are_never_used(folder, cache, monkeypatch):
@@ -112,7 +120,7 @@ def test_half_written_folders_are_never_used(folder, cache, monkeypatch):
     # A killed process cannot tidy up; the next writer does.
     dead = cache / ".unfinished-transformer-dead"
     dead.mkdir()
-    assert "kept in" in load(folder, cache)[2]
+    assert "cached in" in load(folder, cache)[2]
     assert not dead.exists()
 
 
@@ -141,7 +149,7 @@ def test_the_manifest_names_files_sizes_and_hashes(folder, cache):
     sizes = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
     assert {file["name"]: file["bytes"] for file in content["files"]} == sizes
     assert all(len(file["sha256"]) == 64 for file in content["files"])
-    assert content["parameters"]["blocks.up.kernel"] == "float32[3, 16, 24]"
+    assert content["key"]["parameters"]["blocks.up.kernel"] == "float32[3, 16, 24]"
 
 
 def test_wrong_weights_are_told_before_the_cache_is_asked(folder, cache):

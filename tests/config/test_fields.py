@@ -1,13 +1,13 @@
-"""What each kind of value accepts, and what it says when it does not."""
+"""Values that each kind of field accepts, and the rule and remedy of those that it refuses."""
 
 import pytest
 
-from maxdiffusion.config.kinds import (
+from maxdiffusion.config.fields import (
     Boolean,
     Choice,
     Integer,
+    InvalidValue,
     ListOf,
-    MisreadError,
     Nullable,
     Number,
     Text,
@@ -55,31 +55,31 @@ def test_accepts(kind, value, expected):
     [
         (Boolean(), "maybe", "must be true or false"),
         (Boolean(), 2, "must be true or false"),
-        (POSITIVE, 0, "must be a whole number from 1"),
-        (POSITIVE, True, "must be a whole number from 1"),
-        (POSITIVE, "8.0", "must be a whole number from 1"),
-        (POSITIVE, "1_000", "must be a whole number from 1"),
-        (POSITIVE, None, "null is not a whole number from 1"),
-        (ROWS, 721, "must be a multiple of 16 from 16"),
-        (FRAMES, 80, "must be a whole number of the form 4n+1 from 1"),
+        (POSITIVE, 0, "must be an integer >= 1"),
+        (POSITIVE, True, "must be an integer >= 1"),
+        (POSITIVE, "8.0", "must be an integer >= 1"),
+        (POSITIVE, "1_000", "must be an integer >= 1"),
+        (POSITIVE, None, "null is not an integer >= 1"),
+        (ROWS, 721, "must be a multiple of 16 >= 16"),
+        (FRAMES, 80, "must be an integer of the form 4n+1 >= 1"),
         (Number(), "nan", "must be a finite number"),
         (Number(), float("inf"), "must be a finite number"),
         (Number(), "fast", "must be a finite number"),
         (Number(), False, "must be a finite number"),
-        (Number(above=0), 0, "must be a finite number above 0"),
-        (Number(minimum=0, maximum=1), 1.5, "must be a finite number from 0 up to 1"),
+        (Number(above=0), 0, "must be a finite number > 0"),
+        (Number(minimum=0, maximum=1), 1.5, "must be a finite number from 0 to 1"),
         (Text(), None, "null is not text"),
         (Text(), 7, "must be text"),
         (Text(), "\udcff", "must be text"),
         (Choice(("float32", "bfloat16")), "bf16", "must be one of 'float32', 'bfloat16'"),
-        (ListOf(POSITIVE), "3", "must be a list, each item a whole number from 1"),
-        (ListOf(POSITIVE), [1, 0], "must be a whole number from 1"),
-        (TextOrTexts(), [], "must be text or a list of texts with at least one"),
+        (ListOf(POSITIVE), "3", "must be a list, each item an integer >= 1"),
+        (ListOf(POSITIVE), [1, 0], "must be an integer >= 1"),
+        (TextOrTexts(), [], "must be text or a non-empty list of texts"),
         (TextOrTexts(), [None], "null is not text"),
     ],
 )
 def test_refuses(kind, value, rule):
-    with pytest.raises(MisreadError) as caught:
+    with pytest.raises(InvalidValue) as caught:
         kind.read(value)
     assert caught.value.rule == rule
 
@@ -96,7 +96,7 @@ def test_refuses(kind, value, rule):
     ],
 )
 def test_offers_a_way_out(kind, value, remedy):
-    with pytest.raises(MisreadError) as caught:
+    with pytest.raises(InvalidValue) as caught:
         kind.read(value)
     assert caught.value.remedy == remedy
 
@@ -120,5 +120,5 @@ def test_parses_overrides(kind, text, expected):
 
 
 def test_null_on_the_command_line_is_not_a_text():
-    with pytest.raises(MisreadError, match="null is not text"):
+    with pytest.raises(InvalidValue, match="null is not text"):
         Text().parse("null")

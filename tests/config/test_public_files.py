@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxdiffusion.config import load_config, without_meaning
-from maxdiffusion.config.keys import KEYS
-from maxdiffusion.config.schema import Use
-from maxdiffusion.config.validation import check_job
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.config import ignored_fields, load_config
+from maxdiffusion.config.config import ALL_FIELDS
+from maxdiffusion.config.fields import Effect
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.generation.job import check_without_model
 
 # Keys and values of the six public files; long prompts, lists and addresses are cut.
 FOLDER = Path(__file__).parent / "public_files"
@@ -32,7 +32,7 @@ def test_there_are_all_six_with_all_keys():
 def test_values_are_those_of_the_file(path):
     stated = yaml.safe_load(path.read_text())
     config = load_config([str(path)])
-    assert set(stated) <= set(KEYS)
+    assert set(stated) <= set(ALL_FIELDS)
     for name, value in stated.items():
         assert as_lists(config.values[name]) == value, name
         assert config.source(name).startswith(str(path))
@@ -47,23 +47,26 @@ def as_lists(value):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_keys_without_meaning_are_named_once_in_one_line(path):
     stated = yaml.safe_load(path.read_text())
-    line = without_meaning(load_config([str(path)]))
+    line = ignored_fields(load_config([str(path)]))
     assert "\n" not in line
     named = line.split(": ")[1].split(", ")
-    assert sorted(named) == sorted(n for n in stated if KEYS[n].use is Use.NO_MEANING)
+    assert sorted(named) == sorted(n for n in stated if ALL_FIELDS[n].effect is Effect.NO_MEANING)
 
 
 @pytest.mark.parametrize("name", TEXT_TO_VIDEO)
 def test_text_to_video_is_a_job(name):
-    job = check_job(config_of(name), device_count=8)
+    workload, mesh = check_without_model(config_of(name), device_count=8)
     # 1.0 per device is a video per device, and the context takes all of them.
-    assert (job.videos, job.batch_size) == (8, 8)
-    assert job.mesh.shape.context == 8
+    assert (workload.videos, workload.batch_size) == (8, 8)
+    assert mesh.shape.context == 8
 
 
 def test_overrides_reach_keys_that_a_file_leaves_out():
-    assert config_of("base_wan_1_3b", "use_sen_cache=false").use_sen_cache is False
-    assert config_of("base_wan_animate", "motion_encode_batch_size=4").motion_encode_batch_size == 4
+    config = config_of("base_wan_1_3b", "use_sen_cache=false")
+    assert config.overridden("use_sen_cache")
+    assert config.compat["use_sen_cache"] is False
+    animate = config_of("base_wan_animate", "motion_encode_batch_size=4")
+    assert animate.compat["motion_encode_batch_size"] == 4
 
 
 @pytest.mark.parametrize("name", IMAGE_TO_VIDEO)
@@ -71,9 +74,9 @@ def test_image_to_video_prints_and_refuses_to_run_in_one_line(name):
     config = config_of(name)
     assert 'model_type: "I2V"' in config.describe()
     with pytest.raises(ProblemsFound) as caught:
-        check_job(config, device_count=1)
+        check_without_model(config, device_count=1)
     assert str(caught.value) == (
-        "model_type='I2V': only text-to-video is run; image-to-video files can be loaded and "
+        "model_type='I2V': only text-to-video runs; image-to-video files can be loaded and "
         "printed. Use a text-to-video config (model_type: T2V), or print this one: "
         "print_config=true."
     )

@@ -1,7 +1,7 @@
 """Writes config files for tests and collects what is wrong with them."""
 
 from maxdiffusion.config import load_config
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
 
 
 def write(folder, text, name="job.yml"):

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.costs.flops import forward_flops, step_bounds
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.flops import forward_flops, step_bounds
 
 TOKENS = 21 * 45 * 80
 A14B = WanTransformerConfig()
@@ -45,7 +45,7 @@ def test_a_batch_of_two_is_twice_the_work():
 )
 def test_bounds(chip, devices, batch, spec, aware):
     flops = forward_flops(A14B, tokens=TOKENS, text_length=512, batch=batch)
-    bounds = step_bounds(flops, CHIPS[chip], devices, A14B.head_dim)
+    bounds = step_bounds(flops, CHIPS[chip], devices=devices, head_dim=A14B.head_dim)
     # The published bounds count the keys of the text (0.03 %) and have three decimals.
     assert bounds.spec == pytest.approx(spec, rel=6e-4, abs=6e-4)
     assert bounds.head_dim_aware == pytest.approx(aware, rel=6e-4, abs=6e-4)
@@ -53,7 +53,7 @@ def test_bounds(chip, devices, batch, spec, aware):
 
 def test_mfu_is_work_over_peak():
     flops = forward_flops(A14B, tokens=TOKENS, text_length=512, batch=2)
-    bounds = step_bounds(flops, CHIPS["tpu7x"], 8, 128)
+    bounds = step_bounds(flops, CHIPS["tpu7x"], devices=8, head_dim=128)
     assert bounds.mfu(flops.total, bounds.spec) == pytest.approx(1.0)
     assert bounds.mfu(flops.total, 2.633) == pytest.approx(0.537, abs=1e-3)
 

@@ -1,4 +1,4 @@
-"""How plans use their kernels, and the cycles that follow from the code."""
+"""Kernel calls of plans, and the cycles that follow from the machine code."""
 
 import dataclasses
 
@@ -6,10 +6,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxdiffusion.attention import AttentionOptions, AttentionProblem, FlashBlockSizes
+from maxdiffusion.attention import AttentionOptions, AttentionProblem, BlockSizes
 from maxdiffusion.attention import plan_attention as plan
+from maxdiffusion.attention.backends.base import Tile
+from maxdiffusion.costs.step_time import (
+    KernelCalls,
+    KernelFigures,
+    kernel_calls,
+)
 from maxdiffusion.mesh import MeshShape, build_mesh
-from maxdiffusion.preflight.kernels import KernelFigures, KernelUse, Tile, tile_of, use_of
 
 # The public online kernel at 8448/1024 with the LP scheduler, as compiled for tpu7x.
 PUBLIC = KernelFigures(
@@ -29,7 +34,7 @@ PUBLIC = KernelFigures(
 
 def test_cycles_of_a_call():
     tile = Tile(block_q=8448, block_kv=1024, q_tile=8448)
-    use = KernelUse(pairs=5, calls=1, q_len=75_600, kv_len=73 * 1024, tile=tile)
+    use = KernelCalls(pairs=5, calls=1, q_len=75_600, kv_len=73 * 1024, tile=tile)
     assert use.q_blocks == 9
     assert use.cycles(PUBLIC) == 5 * 9 * 73 * 14_104
     ragged = dataclasses.replace(use, kv_len=73 * 1024 + 512)
@@ -41,7 +46,7 @@ def test_cycles_of_a_call():
 
 def test_a_last_block_of_queries_costs_the_tiles_that_it_needs():
     tile = Tile(block_q=4096, block_kv=1024, q_tile=1024)
-    use = KernelUse(pairs=1, calls=1, q_len=37_808, kv_len=1024, tile=tile)
+    use = KernelCalls(pairs=1, calls=1, q_len=37_808, kv_len=1024, tile=tile)
     assert use.q_blocks == 10
     assert use.passes == 37
 
@@ -68,14 +73,14 @@ def test_figures_survive_json():
         ("tokamax_flash", MeshShape(ring=4, data=2), 1, 8, 128),
     ],
 )
-def test_use_follows_the_exchange(name, shape, calls, pairs, q_len):
+def test_calls_follow_the_scheme(name, shape, calls, pairs, q_len):
     problem = AttentionProblem(
         batch=2, q_len=512, kv_len=512, heads=8, head_dim=128, dtype=jnp.dtype("bfloat16")
     )
     options = AttentionOptions(
-        block_sizes=FlashBlockSizes(block_q=128, block_kv=128), flash_min_seq_length=0
+        block_sizes=BlockSizes(block_q=128, block_kv=128), flash_min_seq_length=0
     )
-    use = use_of(plan(name, problem, build_mesh(shape, devices=jax.devices()[:8]), options))
+    use = kernel_calls(plan(name, problem, build_mesh(shape, devices=jax.devices()[:8]), options))
     assert (use.calls, use.pairs, use.q_len) == (calls, pairs, q_len)
     assert use.calls * use.kv_len == 512
     assert (use.tile.block_q, use.tile.block_kv) == (128, 128)
@@ -86,4 +91,4 @@ def test_dense_attention_has_no_kernel():
         batch=1, q_len=64, kv_len=64, heads=2, head_dim=16, dtype=jnp.dtype("float32")
     )
     mesh = build_mesh(MeshShape(), devices=jax.devices()[:1])
-    assert tile_of(plan("dot_product", problem, mesh).kernel) is None
+    assert plan("dot_product", problem, mesh).backend.tile is None

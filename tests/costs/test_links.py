@@ -1,12 +1,10 @@
-"""Seconds of exchanges from the links they cross."""
+"""Seconds of collectives from the links they cross."""
 
 import pytest
 
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.collectives import Collective, Meanwhile
-from maxdiffusion.preflight.links import grid_network, transfers
-from maxdiffusion.preflight.step_time import KernelTime, exposed_seconds
-from maxdiffusion.preflight.topology import read_topology
+from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.costs.links import DeviceCollective, Overlap, grid_network
+from maxdiffusion.costs.step_time import KernelTime, exposed_seconds
 
 # Bytes of one tensor of all tokens of a 720p video: 75,600 tokens of 5120 in bfloat16.
 WHOLE = 75_600 * 5120 * 2
@@ -16,37 +14,27 @@ def network_of(name):
     return grid_network(read_topology(name))
 
 
-def exchange(kind, size, *, groups=(), pairs=(), meanwhile=None):
-    return Collective(
-        name=kind,
-        kind=kind,
-        bytes=size,
-        groups=groups,
-        axes=(),
-        pairs=pairs,
-        times=1,
-        meanwhile=meanwhile,
-        operation="",
-    )
+def collective(kind, size, **fields):
+    return DeviceCollective(kind=kind, bytes=size, **fields)
 
 
 def test_ulysses_over_two_chips_waits_for_the_link_between_them():
     groups = ((0, 1, 2, 3), (4, 5, 6, 7))
-    all_to_all = exchange("all-to-all", WHOLE // 4, groups=groups)
+    all_to_all = collective("all-to-all", WHOLE // 4, groups=groups)
     # 4 of them a layer cross one link of 100 GB/s with 774 MB: 7.74 ms.
     assert 4 * network_of("tpu7x:2x2x1").seconds(all_to_all) == pytest.approx(7.74e-3, rel=1e-3)
 
 
 def test_ulysses_on_one_chip_uses_the_link_between_its_cores():
     groups = ((0, 1), (2, 3), (4, 5), (6, 7))
-    all_to_all = exchange("all-to-all", WHOLE // 4, groups=groups)
+    all_to_all = collective("all-to-all", WHOLE // 4, groups=groups)
     seconds = 4 * network_of("tpu7x:2x2x1").seconds(all_to_all)
     assert seconds == pytest.approx(0.645e-3, rel=1e-3)
 
 
 def test_a_ring_hop_shares_the_link_between_the_cores_of_two_chips():
     pairs = ((0, 2), (2, 0), (1, 3), (3, 1))
-    hop = exchange("collective-permute", WHOLE // 4, pairs=pairs)
+    hop = collective("collective-permute", WHOLE // 4, pairs=pairs)
     assert 2 * network_of("tpu7x:2x2x1").seconds(hop) == pytest.approx(7.74e-3, rel=1e-3)
 
 
@@ -60,21 +48,21 @@ def test_long_sides_are_walked_the_short_way_round():
 
 @pytest.mark.parametrize("kind", ["all-to-all", "all-gather", "all-reduce", "reduce-scatter"])
 def test_every_byte_that_is_sent_is_transferred(kind):
-    one = exchange(kind, 1000, groups=((0, 1, 2, 3),))
-    from_first = sum(size for source, _, size in transfers(one) if source == 0)
+    one = collective(kind, 1000, groups=((0, 1, 2, 3),))
+    from_first = sum(size for source, _, size in one.transfers() if source == 0)
     assert from_first == pytest.approx(one.sent)
 
 
 def test_only_what_is_not_hidden_counts():
-    chip, links = CHIPS["tpu7x"], network_of("tpu7x:2x2x1")
+    links = network_of("tpu7x:2x2x1")
     pairs = ((0, 2), (2, 0))
     kernels = {"flash": KernelTime(call=1e-3, step=1.0)}
 
-    def exposed(meanwhile):
-        hop = exchange("collective-permute", 200_000_000, pairs=pairs, meanwhile=meanwhile)
-        return exposed_seconds(hop, chip, kernels, links)
+    def exposed(overlap):
+        hop = collective("collective-permute", 200_000_000, pairs=pairs, overlap=overlap)
+        return exposed_seconds(hop, kernels, links)
 
     assert exposed(None) == pytest.approx(2e-3)
-    assert exposed(Meanwhile(cycles=2_200_000, kernels=())) == pytest.approx(1e-3, rel=1e-3)
-    assert exposed(Meanwhile(cycles=0, kernels=("flash.3",))) == pytest.approx(1e-3)
-    assert exposed(Meanwhile(cycles=0, kernels=("flash.3", "flash_carried.4", "flash.5"))) == 0.0
+    assert exposed(Overlap(cycles=2_200_000, kernels=())) == pytest.approx(1e-3, rel=1e-3)
+    assert exposed(Overlap(cycles=0, kernels=("flash.3",))) == pytest.approx(1e-3)
+    assert exposed(Overlap(cycles=0, kernels=("flash.3", "flash_carried.4", "flash.5"))) == 0.0

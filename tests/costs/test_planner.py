@@ -10,18 +10,20 @@ import pytest
 from maxdiffusion.attention import (
     AttentionOptions,
     AttentionProblem,
-    FlashBlockSizes,
+    BlockSizes,
     UnsupportedAttention,
     plan_attention,
     plan_cross_attention,
 )
+from maxdiffusion.costs import planner
+from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.costs.flops import forward_flops, step_bounds
+from maxdiffusion.costs.planner import SHARES, TIE, Shares, Task, choices, explain
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.preflight import planner
-from maxdiffusion.preflight.estimate import SHARES, Shares
-from maxdiffusion.preflight.flops import forward_flops, step_bounds
-from maxdiffusion.preflight.planner import TIE, Task, choices, choose, explain
-from maxdiffusion.preflight.topology import read_topology
+
+# Devices are described by stand-ins here.
+pytestmark = pytest.mark.usefixtures("unchecked_types")
 
 A14B = WanTransformerConfig()
 TOKENS = 75_600
@@ -65,6 +67,10 @@ def task(name, *, batch=2, heads=40):
     )
 
 
+def choose(task, *, data, context):
+    return choices(task, data=data, context=context)[0]
+
+
 # Slice and context -> name, ulysses, ring, queries and keys of a block.
 PINNED = {
     ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2, 4608, 7680),
@@ -82,11 +88,11 @@ PINNED = {
 def test_the_choice(slice_and_context, expected):
     name, context = slice_and_context
     best = choose(task(name), data=2, context=context)
-    split, blocks = (best.shape.ulysses, best.shape.ring), best.plan.kernel.blocks
+    split, blocks = (best.shape.ulysses, best.shape.ring), best.plan.backend.blocks
     assert (best.name, *split, blocks.block_q, blocks.block_kv) == expected
 
 
-def test_the_choice_is_the_quickest_of_all_that_can_run():
+def test_the_choice_is_the_fastest_of_all_that_can_run():
     found = choices(task("tpu7x:2x2x1"), data=2, context=4)
     totals = [round(choice.estimate.total, 4) for choice in found]
     assert totals[0] <= TIE * min(totals)
@@ -98,12 +104,10 @@ def test_the_choice_is_the_quickest_of_all_that_can_run():
 def test_nothing_that_is_refused_is_chosen():
     wrong = task("tpu7x:2x2x1", batch=3)  # a data axis of 2 does not divide three rows
     assert choices(wrong, data=2, context=4) == []
-    with pytest.raises(UnsupportedAttention, match="the data axis"):
-        choose(wrong, data=2, context=4)
 
 
 def random_task(seed):
-    """Sizes that nobody chose, on a small slice, with sizes that a user may have given."""
+    """Returns random sizes on a small slice, with options that a user may have given."""
     dice = random.Random(seed)
     base = task(dice.choice(["tpu7x:2x2x1", "v6e:2x4"]), batch=dice.choice([1, 2, 3, 4]))
     tokens = dice.choice([1, 77, 1560, dice.randrange(2, 40_000), TOKENS])
@@ -119,7 +123,7 @@ def random_task(seed):
         [{}, {"block_q": 9472}, {"heads_per_tile": 5}, {"block_kv": 100}, {"block_q": 65_536}]
     )
     shortest = dice.choice([0, 4096])
-    options = AttentionOptions(block_sizes=FlashBlockSizes(**given), flash_min_seq_length=shortest)
+    options = AttentionOptions(block_sizes=BlockSizes(**given), flash_min_seq_length=shortest)
     return replace(base, problem=problem, options=options, text_length=dice.choice([7, 512]))
 
 
@@ -132,7 +136,7 @@ def test_nothing_that_is_refused_is_among_the_choices(seed):
             assert plan_attention(choice.name, problem.problem, mesh, problem.options)
             text = replace(problem.problem, kv_len=problem.text_length)
             assert plan_cross_attention(choice.name, text, mesh, problem.options)
-            assert list(choice.plan.kernel.limits()) == []
+            choice.plan.backend.check()
             assert 0 < choice.estimate.total < float("inf")
 
 
@@ -148,7 +152,8 @@ def test_more_devices_are_quicker_and_never_below_the_bound():
     small = choose(task("tpu7x:2x2x1"), data=2, context=4).estimate.total
     large = choose(task("tpu7x:2x2x2"), data=2, context=8).estimate.total
     assert small / 2 < large < small
-    bound = step_bounds(task("tpu7x:2x2x1").flops, read_topology("tpu7x:2x2x1").chip, 8, 128)
+    chip = read_topology("tpu7x:2x2x1").chip
+    bound = step_bounds(task("tpu7x:2x2x1").flops, chip, devices=8, head_dim=128)
     assert small > bound.head_dim_aware
 
 
@@ -161,10 +166,10 @@ def test_a_worse_kernel_costs_its_share():
     )
 
 
-def test_float8_is_estimated_by_what_it_compiles_to(monkeypatch):
-    exact = choose(task("tpu7x:2x2x1"), data=2, context=4)
-    monkeypatch.setattr(planner, "NAMES", ("ulysses_ring_custom_fp8",))
-    lossy = choose(task("tpu7x:2x2x1"), data=2, context=4)
+def test_float8_is_estimated_by_what_it_compiles_to():
+    job = task("tpu7x:2x2x1")
+    exact = choose(job, data=2, context=4)
+    lossy = choose(replace(job, names=("ulysses_ring_custom_fp8",)), data=2, context=4)
     assert lossy.shape == exact.shape
     # 1.138 s of kernels where bfloat16 has 1.568 s, docs/performance.md.
     assert lossy.estimate.kernels / exact.estimate.kernels == pytest.approx(1.138 / 1.568, rel=0.01)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maxdiffusion.preflight.published import FITTED, STEPS, calibration_table
+from maxdiffusion.costs.published import FITTED, STEPS, calibration_table
 
 DOCS = Path(__file__).parents[2] / "docs/preflight.md"
 
@@ -18,7 +18,7 @@ def test_the_kernels_are_those_that_were_counted():
     # 5 heads x 9 q blocks x (73 whole blocks and a masked one of 848 keys) at 2.2 GHz.
     ulysses = STEPS[-1]
     cycles = 5 * 9 * (73 * 14_104 + 13_187 * 848 / 1024)
-    assert ulysses.use.cycles(ulysses.kernel) == pytest.approx(cycles)
+    assert ulysses.calls.cycles(ulysses.kernel) == pytest.approx(cycles)
     assert ulysses.kernel_seconds / 40 == pytest.approx(21.3e-3, rel=0.01)
 
 

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.pipelines.guidance import ClassifierFree, Unguided
-from maxdiffusion.pipelines.scales import GuidanceScales
+from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, Unguided
 
 LATENTS = jnp.arange(24, dtype=jnp.float32).reshape(2, 1, 2, 3, 2)
 

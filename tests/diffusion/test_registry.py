@@ -1,9 +1,21 @@
 """Reading a diffusers scheduler_config.json."""
 
+from dataclasses import dataclass
+
+import numpy as np
 import pytest
 
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.schedulers import FlowMatchEuler, UniPC, from_scheduler_config
+from maxdiffusion.diffusion import (
+    FlowMatchEuler,
+    Sampler,
+    UniPC,
+    from_scheduler_config,
+    sampler_named,
+    step_row,
+)
+from maxdiffusion.diffusion.flow_match_euler import EulerState
+from maxdiffusion.diffusion.registry import SAMPLERS, SamplerEntry
+from maxdiffusion.errors import ProblemsFound
 
 WAN = {
     "_class_name": "UniPCMultistepScheduler",
@@ -96,6 +108,71 @@ def test_a_stochastic_euler_is_refused():
 
 
 @pytest.mark.parametrize("value", [None, "1000", 0])
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_train_timesteps_are_refused(value):
     with pytest.raises(ProblemsFound, match="num_train_timesteps"):
         from_scheduler_config({**WAN, "num_train_timesteps": value}, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "scheduler", "expected"),
+    [
+        ("unipc", WAN, UniPC(steps=4, shift=5.0)),
+        ("unipc", {}, UniPC(steps=4, shift=5.0)),
+        (
+            "unipc",
+            WAN | {"num_train_timesteps": 500},
+            UniPC(steps=4, shift=5.0, train_timesteps=500),
+        ),
+        ("euler", WAN, FlowMatchEuler(steps=4, shift=5.0)),
+    ],
+)
+def test_a_config_names_a_sampler(name, scheduler, expected):
+    assert sampler_named(name, scheduler, steps=4, shift=5.0) == expected
+
+
+def test_a_named_sampler_is_held_to_the_settings_of_its_checkpoint():
+    with pytest.raises(ProblemsFound, match="solver_order=3"):
+        sampler_named("unipc", WAN | {"solver_order": 3}, steps=4, shift=5.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Halving(Sampler):
+    """A toy sampler: every step halves the noise level, and jumps there along the velocity."""
+
+    @property
+    def sigmas(self):
+        return np.append(0.5 ** np.arange(self.steps), 0).astype(np.float32)
+
+    @property
+    def timesteps(self):
+        return self.sigmas[:-1] * self.train_timesteps
+
+    @property
+    def coefficients(self):
+        return (np.diff(self.sigmas),)
+
+    def start(self, latents):
+        return EulerState(sample=latents)
+
+    def advance(self, state, velocity, coefficients):
+        (change,) = coefficients
+        return EulerState(sample=state.sample + change * velocity)
+
+
+def test_a_sampler_is_one_class_and_one_row():
+    row = SamplerEntry(
+        name="halving", diffusers_class="Halving", sampler=Halving, shift_name="shift"
+    )
+    samplers = (*SAMPLERS, row)
+    sampler = sampler_named("halving", WAN, steps=3, shift=2.0, samplers=samplers)
+    assert sampler == Halving(steps=3, shift=2.0)
+    config = {"_class_name": "Halving", "shift": 2.0}
+    assert from_scheduler_config(config, 3, samplers=samplers) == sampler
+    noise, data = np.ones(4, np.float32), np.full(4, 3.0, np.float32)
+    state = sampler.start(noise)
+    for step in range(3):
+        state = sampler.advance(state, noise - data, step_row(sampler.coefficients, step))
+    np.testing.assert_allclose(state.sample, data)
+    with pytest.raises(ProblemsFound, match="must be a positive integer"):
+        Halving(steps=0, shift=1.0)

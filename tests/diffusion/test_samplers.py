@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.schedulers import FlowMatchEuler, UniPC, step_row
+from maxdiffusion.diffusion import FlowMatchEuler, UniPC, step_row
+from maxdiffusion.errors import ProblemsFound
 
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "scheduler.npz")
 SCHEDULES = sorted(key.removesuffix("/sigmas") for key in GOLDEN if key.endswith("/sigmas"))
@@ -27,7 +27,7 @@ def sampler_called(name):
 def run(sampler, noise, velocities):
     """The latents after every step, by one compiled step for all of them."""
     advance = jax.jit(sampler.advance)
-    state, samples = sampler.start(noise), []
+    state, samples = sampler.start(jnp.asarray(noise)), []
     for step in range(sampler.steps):
         state = advance(state, velocities[step], step_row(sampler.coefficients, step))
         samples.append(state.sample)
@@ -57,10 +57,10 @@ def test_trajectory(name):
 
 def test_last_step_returns_the_data_exactly():
     sampler = UniPC(steps=4, shift=3.0)
-    state = sampler.start(GOLDEN["sample0"])
+    state = sampler.start(jnp.asarray(GOLDEN["sample0"]))
     for step in range(4):
         before = state.sample
-        velocity = GOLDEN["model_outputs"][step]
+        velocity = jnp.asarray(GOLDEN["model_outputs"][step])
         state = sampler.advance(state, velocity, step_row(sampler.coefficients, step))
     data = before - sampler.sigmas[3] * velocity
     np.testing.assert_array_equal(state.sample, data)
@@ -83,7 +83,7 @@ def test_steps_may_run_inside_a_scan(sampler):
         state = sampler.advance(state, jnp.asarray(velocities)[step], row)
         return state, state.sample
 
-    start = sampler.start(GOLDEN["sample0"])
+    start = sampler.start(jnp.asarray(GOLDEN["sample0"]))
     _, samples = jax.lax.scan(body, start, jnp.arange(6))
     expected = run(sampler, GOLDEN["sample0"], velocities)
     np.testing.assert_allclose(samples, expected, rtol=0, atol=1e-6)
@@ -93,7 +93,7 @@ def test_steps_may_run_inside_a_scan(sampler):
 def test_latents_stay_float32_with_a_bfloat16_model(sampler):
     velocity = jnp.asarray(GOLDEN["model_outputs"][0], jnp.bfloat16)
     state = sampler.advance(
-        sampler.start(GOLDEN["sample0"]), velocity, step_row(sampler.coefficients, 0)
+        sampler.start(jnp.asarray(GOLDEN["sample0"])), velocity, step_row(sampler.coefficients, 0)
     )
     assert {array.dtype for array in jax.tree.leaves(state)} == {jnp.dtype("float32")}
 
@@ -132,6 +132,7 @@ def test_boundary_splits_the_steps_as_in_diffusers():
         (1000, 1e6, "fewer steps"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_impossible_schedules_are_refused(sampler, steps, shift, word):
     with pytest.raises(ProblemsFound, match=word):
         sampler(steps=steps, shift=shift)

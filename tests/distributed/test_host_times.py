@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from maxdiffusion.runtime.host_times import HostTimes, describe_hosts, gather_hosts, slowest
-from maxdiffusion.runtime.timing import Stage, Timings
+from maxdiffusion.distributed.coordination import gather_host_times
+from maxdiffusion.runtime.timing import HostTimes, Stage, Timings, describe_hosts, slowest
 
 
 def host(process: int, *, load: float = 1.0, denoise: float = 5.0) -> HostTimes:
@@ -18,7 +18,7 @@ def test_one_process_is_its_own_slowest_host():
     timings = Timings()
     with timings.stage(Stage.LOAD):
         pass
-    (alone,) = gather_hosts(timings)
+    (alone,) = gather_host_times(timings)
     assert (alone.process, alone.host) == (0, socket.gethostname())
     assert alone.seconds["load"] == timings.seconds(Stage.LOAD) > 0
     assert describe_hosts([alone]) == f"  Slowest host: 0 ({socket.gethostname()}), 0.0s"

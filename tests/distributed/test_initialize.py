@@ -1,14 +1,22 @@
-"""Where a job meets: from keys, from the environment, or found by jax."""
+"""The process group of a job: from the config, the environment, or detected by jax."""
 
 import socket
 
 import pytest
 from jax._src.clusters import cloud_tpu_cluster
 
-from maxdiffusion.runtime.joining import CannotJoin, Patience, Place, find_place, join, stated_place
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.distributed.initialize import (
+    CannotJoin,
+    ClusterConfig,
+    ProcessGroup,
+    Timeouts,
+    configured_cluster,
+    detect_cluster,
+    join,
+)
+from maxdiffusion.errors import ProblemsFound
 
-PATIENCE = Patience(join=5)
+TIMEOUTS = Timeouts(join=5)
 SLURM = {
     "SLURM_JOB_ID": "4097",
     "SLURM_STEP_NODELIST": "node[001-004]",
@@ -33,8 +41,8 @@ def no_cluster(monkeypatch):
 
 
 def found(address="", processes=None, process=None, **environment):
-    stated = stated_place(address, processes, process, environment)
-    return find_place(stated, patience=PATIENCE)
+    config = ClusterConfig(address=address or None, processes=processes, process=process)
+    return detect_cluster(configured_cluster(config, environment), timeouts=TIMEOUTS)
 
 
 def test_a_machine_by_itself_runs_alone():
@@ -43,14 +51,14 @@ def test_a_machine_by_itself_runs_alone():
     assert found("host:1234", 1, 0) is None
 
 
-def test_keys_win_over_the_environment():
+def test_the_config_overrides_the_environment():
     variables = {
         "JAX_COORDINATOR_ADDRESS": "other:1",
         "JAX_NUM_PROCESSES": "8",
         "JAX_PROCESS_ID": "5",
     }
-    assert found(**variables) == Place(address="other:1", processes=8, process=5)
-    assert found("host:2", process=3, **variables) == Place(
+    assert found(**variables) == ProcessGroup(address="other:1", processes=8, process=5)
+    assert found("host:2", process=3, **variables) == ProcessGroup(
         address="host:2", processes=8, process=3
     )
 
@@ -58,15 +66,15 @@ def test_keys_win_over_the_environment():
 def test_slurm_is_found_and_may_be_corrected(monkeypatch):
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert found() == Place(address="node001:61441", processes=4, process=2)
-    assert found("host:9") == Place(address="host:9", processes=4, process=2)
+    assert found() == ProcessGroup(address="node001:61441", processes=4, process=2)
+    assert found("host:9") == ProcessGroup(address="host:9", processes=4, process=2)
 
 
 def test_slices_of_a_gke_jobset_are_found(monkeypatch):
     monkeypatch.setattr(cloud_tpu_cluster, "running_in_cloud_tpu_vm", True)
     for name, value in JOBSET.items():
         monkeypatch.setenv(name, value)
-    assert found() == Place(address="localhost:8482", processes=4, process=3)
+    assert found() == ProcessGroup(address="localhost:8482", processes=4, process=3)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ def test_slices_of_a_gke_jobset_are_found(monkeypatch):
         (("host:1", 0, 0), ["jax_num_processes=0: must be at least 1"]),
     ],
 )
-def test_what_is_missing_or_wrong_is_said_with_its_key(arguments, words):
+def test_what_is_missing_or_wrong_is_reported_with_its_field(arguments, words):
     with pytest.raises(ProblemsFound) as caught:
         found(*arguments)
     for word in words:
@@ -95,13 +103,13 @@ def test_a_variable_that_is_no_number_is_named():
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_a_port_that_somebody_listens_at_is_refused(shared):
+def test_a_port_in_use_is_refused(shared):
     with socket.socket() as other:
         # The service of another job shares its port, and would take in processes of this one.
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, shared)
         other.bind(("0.0.0.0", 0))
         other.listen()
         port = other.getsockname()[1]
-        place = Place(address=f"localhost:{port}", processes=2, process=0)
+        group = ProcessGroup(address=f"localhost:{port}", processes=2, process=0)
         with pytest.raises(CannotJoin, match=f"cannot listen at localhost:{port} on .* in use"):
-            join(place, PATIENCE)
+            join(group, TIMEOUTS)

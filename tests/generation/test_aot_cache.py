@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
-from commands.command_line import TINY, generate_wan
 
-from maxdiffusion.commands.kept_programs import store_of
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.config.load import read_config
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.generation.settings import aot_cache_folder
 from maxdiffusion.runtime.video import read_video
+from tests.generation.command_line import TINY, generate_wan
 
 PROGRAMS = ("text_encoder", "read_text", "start", "denoise_step", "decode")
 SIZE = ("height=32", "width=32", "num_frames=5", "num_inference_steps=2", "seed=3")
@@ -28,6 +28,7 @@ def run(folder, cache):
     return result.stdout, np.asarray(frames)
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path):
     cache = tmp_path / "programs"
     said, frames = run(tmp_path / "first", cache)
@@ -51,4 +52,4 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_pat
     path.write_text("")
     config = read_config([str(TINY), f"aot_cache_dir={path}"]).config
     with pytest.raises(ProblemsFound, match=r"aot_cache_dir=.*nothing can be written there"):
-        store_of(None, config)
+        aot_cache_folder(config)

@@ -1,23 +1,20 @@
 """Every attention name makes, with the model of the package, the video of one device on eight."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from commands.command_line import TINY
-from jax.experimental.compilation_cache import compilation_cache
 
 from maxdiffusion import WanPipeline
 from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions
-from maxdiffusion.commands import generate
 from maxdiffusion.generate_wan import main
+from maxdiffusion.generation import generate
 from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings
-from maxdiffusion.pipelines.user_request import request_from_arguments
 from maxdiffusion.runtime.video import read_video
+from tests.generation.command_line import TINY
 
 # The order of float32 sums differs between kernels and meshes, and nothing else.
 TOLERANCE = 5e-5
@@ -57,7 +54,7 @@ def alone() -> np.ndarray:
         settings=PipelineSettings(attention="dot_product", attention_options=options),
     )
     request = request_from_arguments(
-        pipeline.workshop.spec,
+        pipeline.builder.spec,
         prompt=PROMPT,
         negative_prompt=NEGATIVE,
         **SIZES,
@@ -69,18 +66,7 @@ def alone() -> np.ndarray:
     return np.asarray(latents)
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for programs that all names share; afterwards nothing is kept any more."""
-    settings = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in settings}
-    compilation_cache.reset_cache()
-    yield tmp_path_factory.mktemp("cache")
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", NAMES)
 def test_a_name_changes_nothing_but_the_work(
     attention, alone, cache, tmp_path, monkeypatch, capsys

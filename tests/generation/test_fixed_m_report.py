@@ -2,23 +2,24 @@
 
 from types import MappingProxyType
 
+import numpy as np
 import pytest
-from commands.command_line import TINY
 
 from maxdiffusion.attention import AttentionOptions, AttentionProblem, plan_attention
-from maxdiffusion.commands.fast_heads import FastHeadReport
 from maxdiffusion.config import load_config
+from maxdiffusion.generation.generate import FixedMReport
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.pipelines.fast_heads import FastHeads
+from maxdiffusion.pipelines.programs import FixedMEligibleHeads
+from tests.generation.command_line import TINY
 
 SIZES = MappingProxyType({"batch": 1, "q_len": 32, "kv_len": 32, "heads": 2, "head_dim": 32})
 
 
-def report(*overrides: str, name: str, shortest: int = 0) -> FastHeadReport:
+def report(*overrides: str, name: str, shortest: int = 0) -> FixedMReport:
     config = load_config([str(TINY), *overrides])
     options = AttentionOptions(flash_min_seq_length=shortest)
-    problem = AttentionProblem(**SIZES, dtype="float32")
-    return FastHeadReport(config, plan_attention(name, problem, single_device_mesh(), options))
+    problem = AttentionProblem(**SIZES, dtype=np.dtype("float32"))
+    return FixedMReport(config, plan_attention(name, problem, single_device_mesh(), options))
 
 
 def test_nothing_is_said_or_watched_unless_asked() -> None:
@@ -39,7 +40,7 @@ def test_a_run_without_fixed_m_says_why_nothing_is_counted(
 
 
 def test_a_count_names_the_layer_with_the_fewest() -> None:
-    count = FastHeads(step=3, expert="low-noise expert", pairs=80, of_layers=(80, 71, 79))
+    count = FixedMEligibleHeads(step=3, expert="low-noise expert", pairs=80, of_layers=(80, 71, 79))
     assert count.describe() == (
         "fixed-m softmax, step 4 (low-noise expert): 230 of 240 heads on the fast path; "
         "fewest in layer 1: 71 of 80"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands.command_line import TINY, generate_wan
 
 from maxdiffusion.runtime.video import read_metadata, read_video
+from tests.generation.command_line import TINY, generate_wan
 
 PROMPT = "a red circle moves right"
 SIZE = ("height=64", "width=48", "num_frames=9", "fps=8", "num_inference_steps=3")
@@ -48,11 +48,6 @@ def run_on_eight_devices(folder: Path, cache: Path) -> Run:
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def on_eight_devices(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Run:
     return run_on_eight_devices(tmp_path_factory.mktemp("eight"), cache)
 
@@ -80,6 +75,7 @@ def names_in(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.glob("*"))
 
 
+@pytest.mark.slow
 def test_videos_are_whole_and_of_the_asked_size(on_eight_devices: Run) -> None:
     folder = on_eight_devices.folder
     assert names_in(folder) == ["timing.json", *(f"wan_output_3_{i}.mp4" for i in range(3))]
@@ -98,6 +94,7 @@ def test_videos_are_whole_and_of_the_asked_size(on_eight_devices: Run) -> None:
         assert np.abs(one - other).mean() > 1
 
 
+@pytest.mark.slow
 def test_a_file_says_how_it_was_made(on_eight_devices: Run) -> None:
     for index in range(3):
         tags = read_metadata(on_eight_devices.folder / f"wan_output_3_{index}.mp4")
@@ -122,6 +119,7 @@ def test_every_line_of_a_prompts_file_gives_a_video(of_a_prompts_file: Run) -> N
     assert np.abs(first - second).mean() > 0.5  # the seed is the same, the prompt is not
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_video_on_one_device_and_on_eight(
     on_eight_devices: Run, of_a_prompts_file: Run
 ) -> None:
@@ -136,17 +134,20 @@ def test_a_seed_gives_the_same_video_on_one_device_and_on_eight(
     assert apart < np.abs(other.astype(int) - one).mean() / 4
 
 
+@pytest.mark.slow
 def test_the_plan_is_said_before_the_run(on_eight_devices: Run) -> None:
     said = on_eight_devices.said
     assert said.index("mesh: data 2 x fsdp 1 x ring 2 x ulysses 2") < said.index("wrote")
     assert said.index("attention dot_product") < said.index("wrote")
 
 
+@pytest.mark.slow
 def test_nothing_but_results_is_said_when_nobody_watches(on_eight_devices: Run) -> None:
     assert "\r" not in on_eight_devices.said + on_eight_devices.complained
     assert "%|" not in on_eight_devices.complained
 
 
+@pytest.mark.slow
 def test_the_summary_has_the_public_form(on_eight_devices: Run) -> None:
     said = on_eight_devices.said
     for label in (
@@ -156,6 +157,7 @@ def test_the_summary_has_the_public_form(on_eight_devices: Run) -> None:
         assert re.search(rf"^  {re.escape(label)}: +\d+\.\ds$", said, re.MULTILINE), label
 
 
+@pytest.mark.slow
 def test_times_add_up_in_the_timing_file(on_eight_devices: Run) -> None:
     timing = json.loads((on_eight_devices.folder / "timing.json").read_text())
     seconds = timing["seconds"]
@@ -169,6 +171,7 @@ def test_times_add_up_in_the_timing_file(on_eight_devices: Run) -> None:
     assert timing["run"]["mesh"]["ulysses"] == 2
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_its_programs_from_the_cache(
     on_eight_devices: Run, cache: Path, tmp_path: Path
 ) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands.command_line import ROOT, TINY, generate_wan
 
 from maxdiffusion.generate_wan import main
+from tests.generation.command_line import ROOT, TINY, generate_wan
 
 GOLDEN = ROOT / "tests" / "goldens" / "wan22_t2v"
 Refused = Callable[..., str]

@@ -2,15 +2,17 @@
 
 from pathlib import Path
 
+import jax
 import pytest
-from config.writing import write
 
 from maxdiffusion.attention import ATTENTION_NAMES
 from maxdiffusion.config import load_config, read_config
-from maxdiffusion.config.keys import KEYS
-from maxdiffusion.config.schema import Use
-from maxdiffusion.config.validation import check_job
-from maxdiffusion.runtime.problems import Problem, ProblemsFound
+from maxdiffusion.config.config import ALL_FIELDS
+from maxdiffusion.config.fields import Effect
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.generation.job import check_without_model, plan_job, resolve_job
+from maxdiffusion.pipelines.spec import open_wan_folder
+from tests.config.writing import write
 
 
 @pytest.fixture
@@ -18,21 +20,29 @@ def path(tmp_path):
     return write(tmp_path, f"output_dir: {tmp_path / 'videos'}\nprompt: a cat\n")
 
 
-def job_of(path, *overrides, devices=8, **options):
-    return check_job(load_config([path, *overrides]), device_count=devices, **options)
+def checked(path, *overrides, devices=8, **options):
+    return check_without_model(load_config([path, *overrides]), device_count=devices, **options)
+
+
+def workload_of(path, *overrides, **options):
+    return checked(path, *overrides, **options)[0]
+
+
+def mesh_of(path, *overrides, **options):
+    return checked(path, *overrides, **options)[1].shape
 
 
 def message(path, *overrides, devices=8, **options):
     with pytest.raises(ProblemsFound) as caught:
-        job_of(path, *overrides, devices=devices, **options)
+        checked(path, *overrides, devices=devices, **options)
     return str(caught.value)
 
 
 def test_defaults_make_one_video_on_any_number_of_devices(path):
     for devices in (1, 8, 6):
-        job = job_of(path, devices=devices)
+        job = workload_of(path, devices=devices)
         assert (job.prompts, job.videos, job.batch_size) == (("a cat",), 1, 1)
-        assert job.mesh.shape.devices == devices
+        assert mesh_of(path, devices=devices).devices == devices
 
 
 @pytest.mark.parametrize(
@@ -47,7 +57,7 @@ def test_defaults_make_one_video_on_any_number_of_devices(path):
     ],
 )
 def test_videos_per_prompt_and_at_once(path, overrides, per_prompt, batch):
-    job = job_of(path, *overrides)
+    job = workload_of(path, *overrides)
     assert (job.videos_per_prompt, job.batch_size) == (per_prompt, batch)
 
 
@@ -62,18 +72,18 @@ def test_batch_of_no_videos(path):
 def test_the_way_out_of_no_videos_is_one_video(path, devices):
     remedy = message(path, "per_device_batch_size=0.001", devices=devices)
     value = remedy.split("Use ")[1].split(" ")[0]
-    job = job_of(path, f"per_device_batch_size={value}", devices=devices)
+    job = workload_of(path, f"per_device_batch_size={value}", devices=devices)
     assert job.batch_size == 1
 
 
 def test_prompts_of_a_list_and_of_a_file(path, tmp_path):
-    assert job_of(path, 'prompt=["a","b"]').prompts == ("a", "b")
+    assert workload_of(path, 'prompt=["a","b"]').prompts == ("a", "b")
     lines = write(tmp_path, "\ufeffa fox\n\n  a crow \n", "prompts.txt")  # as Windows writes it
-    job = job_of(path, f"prompts_file={lines}", "num_videos=2")
+    job = workload_of(path, f"prompts_file={lines}", "num_videos=2")
     assert job.prompts == ("a fox", "a crow")
     assert job.videos == 4
     # A batch may hold videos of several prompts, which then share the data axis.
-    batched = job_of(path, f"prompts_file={lines}", "num_videos=1", "per_device_batch_size=1")
+    batched = workload_of(path, f"prompts_file={lines}", "num_videos=1", "per_device_batch_size=1")
     assert (batched.videos, batched.batch_size) == (2, 2)
 
 
@@ -85,20 +95,25 @@ def test_prompts_file_that_cannot_be_used(path, tmp_path):
     )
     blank = write(tmp_path, "\n \n", "blank.txt")
     assert message(path, f"prompts_file={blank}") == (
-        f"prompts_file='{blank}': holds no prompts. {way_out}"
+        f"prompts_file='{blank}': has no prompts. {way_out}"
     )
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x80")
     assert "is not text in UTF-8" in message(path, f"prompts_file={binary}")
     both = message(path, f"prompts_file={blank}", "prompt=a")
-    assert "the command line also gives prompt" in both
+    assert "the command line gives prompt as well" in both
 
 
 def test_unknown_attention(path):
     said = message(path, "attention=flahs")
     names = ", ".join(("auto", *ATTENTION_NAMES))
     assert said == f"attention='flahs': must be one of {names}. The nearest is 'flash'."
-    assert job_of(path, "attention=dot_product")
+    assert workload_of(path, "attention=dot_product")
+
+
+def test_unknown_sampler(path):
+    said = message(path, "scheduler=ddim")
+    assert said == "scheduler='ddim': must be one of 'unipc', 'euler'."
 
 
 def test_mesh_against_devices(path):
@@ -110,14 +125,14 @@ def test_mesh_against_devices(path):
 
 
 def test_batch_against_the_data_axis(path):
-    assert job_of(path, "ici_data_parallelism=2").mesh.shape.data == 2
+    assert mesh_of(path, "ici_data_parallelism=2").data == 2
     assert message(path, "ici_data_parallelism=4") == (
         "ici_data_parallelism=4: must divide the 2 rows of a batch (videos: 1 at once with "
         "guidance). Use 1 or 2, or more videos at once with per_device_batch_size."
     )
     off = ("guidance_scale_high=1", "guidance_scale_low=1")
     assert "must divide the 1 rows" in message(path, "ici_data_parallelism=2", *off)
-    assert job_of(path, "ici_data_parallelism=4", "per_device_batch_size=0.25")
+    assert workload_of(path, "ici_data_parallelism=4", "per_device_batch_size=0.25")
 
 
 def test_tensor_axis_against_heads(path):
@@ -127,7 +142,7 @@ def test_tensor_axis_against_heads(path):
 
 
 def test_heads_bound_the_ulysses_axis(path):
-    shape = job_of(path, heads=12).mesh.shape
+    shape = mesh_of(path, heads=12)
     assert (shape.ring, shape.ulysses) == (2, 4)
 
 
@@ -144,9 +159,9 @@ def test_vae_split_and_tiles(path):
 @pytest.mark.parametrize(
     ("pattern", "rule"),
     [
-        ("video.mp4", "must hold {i}, so that several videos get several names"),
-        ("{i}_{name}.mp4", "knows {seed} and {i} only"),
-        ("{i:03d}.mp4", "knows {seed} and {i} only"),
+        ("video.mp4", "must contain {i}, so that several videos get different names"),
+        ("{i}_{name}.mp4", "may contain {seed} and {i} only"),
+        ("{i:03d}.mp4", "may contain {seed} and {i} only"),
         ("{i.mp4", "braces must enclose seed or i"),
         ("{i}.gif", "must be a file name without folders that ends in .mp4"),
         ("../{i}.mp4", "must be a file name without folders that ends in .mp4"),
@@ -159,7 +174,7 @@ def test_names_of_videos(path, pattern, rule):
 
 
 def test_one_video_may_have_a_fixed_name(path):
-    assert job_of(path, "output_name=fox.mp4").videos == 1
+    assert workload_of(path, "output_name=fox.mp4").videos == 1
 
 
 def test_output_folder_that_is_a_file(path):
@@ -183,11 +198,11 @@ def test_guidance_of_the_other_model(path):
 
 
 def test_guidance_scales(path):
-    two = job_of(path, "guidance_scale_high=1", "guidance_scale_low=2").guidance
+    two = workload_of(path, "guidance_scale_high=1", "guidance_scale_low=2").guidance
     assert (two.high_noise, two.low_noise, two.active) == (1.0, 2.0, True)
-    one = job_of(path, "model_name=wan2.1").guidance
+    one = workload_of(path, "model_name=wan2.1").guidance
     assert (one.high_noise, one.low_noise) == (5.0, 5.0)
-    assert not job_of(path, "model_name=wan2.1", "guidance_scale=1").guidance.active
+    assert not workload_of(path, "model_name=wan2.1", "guidance_scale=1").guidance.active
 
 
 REFUSED = {
@@ -210,7 +225,9 @@ REFUSED = {
 
 
 def test_the_refusals_below_are_all_there_are():
-    assert set(REFUSED) == {name for name, key in KEYS.items() if key.use is Use.REFUSED}
+    assert set(REFUSED) == {
+        name for name, field in ALL_FIELDS.items() if field.effect is Effect.REFUSED
+    }
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -219,7 +236,7 @@ def test_what_is_not_offered_loads_prints_and_does_not_run(path, name):
     assert f"\n{name}: " in config.describe()
     said = message(path, f"{name}={REFUSED[name]}")
     assert said.startswith(f"{name}={config.values[name]!r}: not offered (")
-    assert said.endswith(f"{KEYS[name].way_out}.")
+    assert said.endswith(f"{ALL_FIELDS[name].way_out}.")
     assert "\n" not in said
 
 
@@ -234,31 +251,34 @@ def test_everything_at_once(path, tmp_path):
         f"prompts_file={tmp_path / 'gone.txt'}",
         "weights_dtype=int4",
     ]
-    reading = read_config([path, *arguments])
-    found = Problem(name="checkpoint", value="x", rule="is broken", remedy="Mend it")
-
-    def raising(config):
-        raise ProblemsFound([found])
-
+    parsed = read_config([path, *arguments, f"pretrained_model_name_or_path={tmp_path / 'gone'}"])
     with pytest.raises(ProblemsFound) as caught:
-        check_job(
-            reading.config,
-            device_count=8,
-            checks=[raising, lambda config: [found]],
-            earlier=reading.problems,
-        )
+        resolve_job(parsed)
     assert [problem.name for problem in caught.value.problems] == [
         "height",
         "num_frames",
         "weights_dtype",
+        "pretrained_model_name_or_path",
         "enable_lora",
         "attention",
         "prompts_file",
-        "ici_*_parallelism",
         "per_device_batch_size",
-        "checkpoint",
-        "checkpoint",
+        "ici_*_parallelism",
     ]
+
+
+def test_problems_of_model_mesh_and_attention_come_together(path):
+    spec = open_wan_folder("embedded")[1]
+    arguments = ("model_name=wan2.1", "attention=cudnn_flash_te", "height=72", "enable_lora=true")
+    parsed = read_config([path, *arguments, "output_name=a.gif", "vae_spatial=3"])
+    with pytest.raises(ProblemsFound) as caught:
+        plan_job(parsed, spec, jax.devices())
+    names = [problem.name for problem in caught.value.problems]
+    assert len(names) == len(set(names))  # a problem that two checks meet is said once
+    assert {"height", "enable_lora", "vae_spatial", "output_name", "model_name"} <= set(names)
+    parsed = read_config([path, "attention=cudnn_flash_te", "enable_lora=true"])
+    with pytest.raises(ProblemsFound, match=r"(?s)enable_lora.*NVIDIA GPUs only"):
+        plan_job(parsed, spec, jax.devices())
 
 
 def test_files_that_cannot_be_written_are_found_before_the_run(path):
@@ -270,7 +290,7 @@ def test_files_that_cannot_be_written_are_found_before_the_run(path):
 
 
 def test_checking_a_new_folder_leaves_nothing_behind(path, tmp_path):
-    job_of(path, f"output_dir={tmp_path}/a/b/c")
+    workload_of(path, f"output_dir={tmp_path}/a/b/c")
     assert not (tmp_path / "a").exists()
 
 

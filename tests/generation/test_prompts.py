@@ -3,19 +3,19 @@
 import threading
 
 import pytest
-from commands.command_line import ROOT, TINY
 
-from maxdiffusion.commands import generate as command
-from maxdiffusion.commands import video_writer
-from maxdiffusion.config.loading import read_config
-from maxdiffusion.pipelines.prompts import TextPrograms
+from maxdiffusion.config.load import read_config
+from maxdiffusion.generation import generate as command
+from maxdiffusion.generation import resume as video_writer
+from maxdiffusion.pipelines.wan import WanPipeline
+from tests.generation.command_line import ROOT, TINY
 
 MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
 SOON = 60  # seconds
 
 
 def run(folder, output):
-    reading = read_config(
+    parsed = read_config(
         [
             *(str(TINY), f"pretrained_model_name_or_path={MODEL}"),
             *("height=16", "width=16", "num_frames=1", "num_inference_steps=2", "seed=3"),
@@ -25,33 +25,34 @@ def run(folder, output):
             *(f"aot_cache_dir={folder / 'programs'}", f"output_dir={folder / output}"),
         ]
     )
-    command.generate(reading)
+    command.generate(parsed)
     return [file.read_bytes() for file in sorted((folder / output).glob("*.mp4"))]
 
 
+@pytest.mark.slow
 def test_a_run_without_text_encoder_makes_the_same_videos(tmp_path, capsys, monkeypatch):
     (tmp_path / "prompts.txt").write_text("a red fox\na quiet harbour\n")
     # The file of the first video is held back until the second video is being made.
     made, making, write_video = [], threading.Event(), video_writer.write_video
-    make = command.make
+    denoise = WanPipeline.denoise
 
     def count(*arguments):
         made.append(arguments)
         if len(made) == 2:
             making.set()
-        return make(*arguments)
+        return denoise(*arguments)
 
     def hold_back(path, frames, **about):
         assert making.wait(SOON)
         assert frames.dtype == "uint8"
         write_video(path, frames, **about)
 
-    monkeypatch.setattr(command, "make", count)
+    monkeypatch.setattr(WanPipeline, "denoise", count)
     monkeypatch.setattr(video_writer, "write_video", hold_back)
     first = run(tmp_path, "first")
     said = capsys.readouterr().out
     assert "prompt embeddings: 0 of 3 are in" in said
-    assert "aot_cache_dir: kept text_encoder" in said
+    assert "aot_cache_dir: stored text_encoder" in said
     assert len(first) == 2
 
     loaded, load = [], command.load_wan_parameters
@@ -61,11 +62,11 @@ def test_a_run_without_text_encoder_makes_the_same_videos(tmp_path, capsys, monk
         return loaded[-1]
 
     monkeypatch.setattr(command, "load_wan_parameters", keep)
-    monkeypatch.setattr(TextPrograms, "_compile", lambda *_: pytest.fail("compiled"))
     second = run(tmp_path, "second")
     said = capsys.readouterr().out
     assert "prompt embeddings: 3 of 3 are in" in said
     assert "the text encoder is not loaded" in said
     assert "NOT loaded" not in said
+    assert "aot_cache_dir: text_encoder" not in said, "neither compiled nor read"
     assert loaded[0].parameters.text_encoder is None
     assert second == first

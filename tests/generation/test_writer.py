@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.commands import video_writer
-from maxdiffusion.commands.video_writer import AHEAD, VideoWriter
-from maxdiffusion.commands.videos import Video
+from maxdiffusion.generation import resume as video_writer
+from maxdiffusion.generation.resume import AHEAD, Video, VideoWriter
 from maxdiffusion.runtime.video import VideoError
 
 SOON = 30  # seconds that nothing here takes

@@ -1,24 +1,31 @@
 """jax's and tokamax's splash kernels and cuDNN's call, against the dense reference."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.kernels.cudnn import cudnn_attention
-from maxdiffusion.kernels.reference import dense_attention, normalise, reference_partials
-from maxdiffusion.kernels.splash import SplashBlocks, splash_attention
-from maxdiffusion.kernels.tokamax_splash import (
+from maxdiffusion.kernels.reference import (
+    cudnn_attention,
+    dense_attention,
+    normalise,
+    reference_partials,
+)
+from maxdiffusion.kernels.splash import (
     TokamaxOptions,
+    splash_attention,
     tokamax_attention,
     tokamax_gradients,
     tokamax_partials,
 )
+from maxdiffusion.kernels.tpu import BlockSizes
 
 SCALE = 0.2
 # 150 keys of 32 features in float32: random walks of roundings, plus exponents of a dozen bits.
 ATOL = 64 * 2**-24
-BLOCKS = SplashBlocks(
+BLOCKS = BlockSizes(
     block_q=128,
     block_kv=256,
     block_kv_compute=128,
@@ -42,6 +49,11 @@ MASKS = pytest.mark.parametrize("valid", [None, MASK], ids=["all keys", "masked"
 
 def splash(q, k, v, valid):
     return splash_attention(q, k, v, blocks=BLOCKS, scale=SCALE, valid=valid, interpret=True)
+
+
+def splash_with_a_fused_backward_pass(q, k, v, valid):
+    blocks = replace(BLOCKS, use_fused_bwd_kernel=True)
+    return splash_attention(q, k, v, blocks=blocks, scale=SCALE, valid=valid, interpret=True)
 
 
 def tokamax_options(**changes):
@@ -68,7 +80,7 @@ def test_equals_the_reference(kernel, valid):
     np.testing.assert_allclose(kernel(q, k, v, valid), wanted, atol=ATOL)
 
 
-@pytest.mark.parametrize("kernel", [splash, tokamax])
+@pytest.mark.parametrize("kernel", [splash, splash_with_a_fused_backward_pass, tokamax])
 def test_has_the_gradient_of_the_reference(kernel):
     q, k, v = arrays()
 
@@ -110,3 +122,17 @@ def test_tokamax_gradients_of_some_keys_add_up_to_those_of_all():
     )
     for pair in zip(got, pull_back(d_out), strict=True):
         np.testing.assert_allclose(*pair, atol=4 * ATOL)
+
+
+def backward_kernels(fused):
+    """Counts the Pallas calls of a gradient: one forward, then one or two backward."""
+    blocks = replace(BLOCKS, use_fused_bwd_kernel=fused)
+
+    def loss(q, k, v):
+        return jnp.sum(splash_attention(q, k, v, blocks=blocks, scale=SCALE, interpret=True))
+
+    return str(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays())).count("pallas_call[")
+
+
+def test_use_fused_bwd_kernel_makes_one_backward_pass_of_two():
+    assert (backward_kernels(True), backward_kernels(False), backward_kernels(None)) == (2, 3, 3)

@@ -1,5 +1,7 @@
 """Dense attention in jnp: against numpy in float64, in chunks, with masks, and its gradient."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,18 +51,20 @@ def test_rows_without_keys_are_zero_and_so_is_their_gradient():
 
 @pytest.mark.parametrize("pair_shards", [1, 2])
 @pytest.mark.parametrize("shards", [1, 2, 4])
-def test_chunks_change_nothing(monkeypatch, shards, pair_shards):
+def test_chunks_change_nothing(shards, pair_shards):
     q, k, v = arrays()
     whole = reference.dense_attention(q, k, v, scale=SCALE, valid=MASK)
     # 14 keys x 3 heads x 2 batch rows x 4 bytes: three queries at a time.
-    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4 // pair_shards)
-    assert reference.chunk_length(6 // pair_shards, 20 // shards, 14) < min(20 // shards, 4)
+    score_bytes = 3 * 14 * 3 * 2 * 4 // pair_shards
+    sizes = (6 // pair_shards, 20 // shards, 14)
+    assert reference.chunk_length(*sizes, score_bytes=score_bytes) < min(20 // shards, 4)
     got = reference.chunked_attention(
         *(q, k, v),
         scale=SCALE,
         valid=MASK,
         sequence_shards=shards,
         pair_shards=pair_shards,
+        score_bytes=score_bytes,
     )
     np.testing.assert_allclose(got, whole, atol=8 * 2**-24)
 
@@ -81,15 +85,15 @@ def test_chunks_divide_the_queries_if_twice_as_many_can(q_len, heads, expected):
     assert 4 * heads * 512 * length <= reference.SCORE_BYTES
 
 
-def test_chunks_have_the_gradient_of_the_whole(monkeypatch):
+def test_chunks_have_the_gradient_of_the_whole():
     q, k, v = arrays()
 
     def loss(attention):
         return lambda *qkv: jnp.sum(attention(*qkv, scale=SCALE, valid=MASK) ** 2)
 
     wanted = jax.grad(loss(reference.dense_attention), argnums=(0, 1, 2))(q, k, v)
-    monkeypatch.setattr(reference, "SCORE_BYTES", 3 * 14 * 3 * 2 * 4)
-    got = jax.grad(loss(reference.chunked_attention), argnums=(0, 1, 2))(q, k, v)
+    chunked = partial(reference.chunked_attention, score_bytes=3 * 14 * 3 * 2 * 4)
+    got = jax.grad(loss(chunked), argnums=(0, 1, 2))(q, k, v)
     for pair in zip(got, wanted, strict=True):
         np.testing.assert_allclose(*pair, atol=64 * 2**-24)
 

@@ -1,9 +1,9 @@
-"""Sizes that a person asks for become the shape of the mesh, or problems that say the way out."""
+"""Requested sizes become the shape of the mesh, or problems with a remedy."""
 
 import pytest
 
-from maxdiffusion.mesh.request import AxisSizes, MeshRequest, resolve
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.mesh.resolve import AxisSizes, MeshRequest, resolve
 
 
 def shape(devices=8, *, slices=1, heads=None, shards=-1, dcn=None, **ici):
@@ -125,10 +125,17 @@ def test_sizes_below_one():
 
 
 def test_slices_of_unequal_size():
-    assert "2 slices must hold the same number of devices each" in message(7, slices=2)
+    assert "devices=7: must be a multiple of the 2 slices" in message(7, slices=2)
 
 
 def test_problems_within_and_across_are_reported_together():
     with pytest.raises(ProblemsFound) as caught:
         shape(data=3, dcn={"data": 3})
     assert [p.name for p in caught.value.problems] == ["ici_*_parallelism", "dcn_*_parallelism"]
+
+
+def test_problems_of_both_splits_are_reported_together():
+    with pytest.raises(ProblemsFound) as caught:
+        shape(16, slices=2, dcn={"ring": 3}, context=8, ring=3)
+    names = [p.name for p in caught.value.problems]
+    assert names == ["dcn_context_parallelism", "ici_context_parallelism"]

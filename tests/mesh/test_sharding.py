@@ -1,4 +1,4 @@
-"""Words for dimensions become mesh axes."""
+"""Logical dimension names become mesh axes."""
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ def test_tokens_are_split_over_data_and_context():
             jnp.ones((2, 8, 4))
         )
     assert tokens.addressable_shards[0].data.shape == (1, 2, 4)
-    assert layout.sequence_multiple == 4
 
 
 def test_without_a_mesh_nothing_is_pinned():
@@ -43,5 +42,5 @@ def test_without_a_mesh_nothing_is_pinned():
 
 
 def test_another_mesh_is_refused():
-    with pytest.raises(ValueError, match="the axes are"):
+    with pytest.raises(ValueError, match="must be"):
         ActivationLayout(mesh=Mesh(jax.devices(), ("x",)))

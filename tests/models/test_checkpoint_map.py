@@ -3,26 +3,26 @@
 import numpy as np
 import pytest
 
-from maxdiffusion.weights.checkpoint_map import (
+from maxdiffusion.models.checkpoint_map import (
     CONV2D,
     CONV3D,
     LINEAR,
     CheckpointMap,
-    DropOnes,
+    DropUnitDims,
     Entry,
-    Keep,
+    Identity,
     RopeHalves,
     linear,
 )
 
 CASES = {
-    "keep": (Keep(), (3, 4)),
+    "keep": (Identity(), (3, 4)),
     "linear": (LINEAR, (6, 4)),
     "conv2d": (CONV2D, (4, 3, 2, 5)),
     "conv3d": (CONV3D, (4, 3, 1, 2, 5)),
-    "gain": (DropOnes((-1, 1, 1, 1)), (7, 1, 1, 1)),
-    "gain_of_one_channel": (DropOnes((-1, 1, 1)), (1, 1, 1)),
-    "modulation": (DropOnes((1, 6, -1)), (1, 6, 4)),
+    "gain": (DropUnitDims((-1, 1, 1, 1)), (7, 1, 1, 1)),
+    "gain_of_one_channel": (DropUnitDims((-1, 1, 1)), (1, 1, 1)),
+    "modulation": (DropUnitDims((1, 6, -1)), (1, 6, 4)),
     "rope_vector": (RopeHalves(4), (12,)),
     "rope_linear": (RopeHalves(4, before=LINEAR), (12, 5)),
 }

@@ -5,11 +5,10 @@ import signal
 import sys
 from typing import Any
 
-from object_storage import use_buckets
-
-from maxdiffusion.commands import video_writer
-from maxdiffusion.commands.videos import Video
 from maxdiffusion.generate_wan import main
+from maxdiffusion.generation import resume as video_writer
+from maxdiffusion.generation.resume import Video
+from tests.object_storage import use_buckets
 
 DIES_BEFORE = "TEST_DIES_BEFORE"  # the variable that names a video which is not to be written
 

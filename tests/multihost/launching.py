@@ -34,15 +34,15 @@ class Started:
             self._lines.extend(stream)
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return "".join(self._lines)
 
     def wait_for(self, words: str) -> None:
         """Returns when the process has said something; fails if it ends without."""
         ends = time.monotonic() + LONGEST
-        while words not in self.said:
-            assert time.monotonic() < ends, f"no {words!r} in:\n{self.said}"
-            assert self.process.poll() is None or words in self.said, self.said
+        while words not in self.output:
+            assert time.monotonic() < ends, f"no {words!r} in:\n{self.output}"
+            assert self.process.poll() is None or words in self.output, self.output
             time.sleep(0.02)
 
     def end(self) -> int:
@@ -71,7 +71,7 @@ def environment(processes: int, index: int, address: str) -> dict[str, str]:
         "JAX_NUM_PROCESSES": str(processes),
         "JAX_PROCESS_ID": str(index),
     }
-    paths = {"PYTHONPATH": str(ROOT / "tests"), "PYTHONUNBUFFERED": "1"}
+    paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'src'}", "PYTHONUNBUFFERED": "1"}
     alone = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     own = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, **paths}
     return alone | own | (joins if processes > 1 else {})
@@ -110,6 +110,6 @@ def run(
     """What each process said, all of which must end well."""
     with launched(processes, command, variables=variables) as started:
         codes = [one.end() for one in started]
-        said = [one.said for one in started]
+        said = [one.output for one in started]
     assert codes == [0] * processes, "\n\n".join(said)
     return said

@@ -4,7 +4,7 @@ import json
 import signal
 from pathlib import Path
 
-from multihost.launching import ROOT, TINY, launched, run
+from tests.multihost.launching import ROOT, TINY, launched, run
 
 MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
 
@@ -27,10 +27,12 @@ def test_two_processes_measure_and_one_writes_what_a_preempted_run_goes_on_with(
     with launched(2, command(results)) as (first, second):
         first.wait_for("[1/4] dot_product, 1 at once: ")
         second.kill(signal.SIGTERM)
-        assert [first.end(), second.end()] == [1, 1], first.said + second.said
+        assert [first.end(), second.end()] == [1, 1], first.output + second.output
         for one in (first, second):
-            assert "stopped: as asked, at case 3 of 4. The same command goes on there." in one.said
-            assert "Traceback" not in one.said
+            assert (
+                "stopped: as asked, at case 3 of 4. The same command continues there." in one.output
+            )
+            assert "Traceback" not in one.output
     before = results.read_text()
     said = run(2, command(results))
     assert results.read_text().startswith(before)

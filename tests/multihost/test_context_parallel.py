@@ -1,19 +1,19 @@
-"""Every exchange makes the same video, bit for bit, on one, two and four processes."""
+"""Every context-parallel scheme makes the same video on one, two and four processes."""
 
 import numpy as np
-from multihost.launching import ROOT, launched, run
 
 from maxdiffusion.runtime.video import read_video
+from tests.multihost.launching import ROOT, launched, run
 
 WORKER = ROOT / "tests" / "multihost" / "worker.py"
 
 
 def test_a_video_does_not_depend_on_how_devices_are_shared_out(tmp_path):
-    with launched(1, (WORKER, "exchanges", tmp_path)) as (alone,):
+    with launched(1, (WORKER, "context_parallel", tmp_path)) as (alone,):
         for processes in (2, 4):
-            run(processes, (WORKER, "exchanges", tmp_path))
-        assert alone.end() == 0, alone.said
-    latents = {count: np.load(tmp_path / f"exchanges_{count}.npz") for count in (1, 2, 4)}
+            run(processes, (WORKER, "context_parallel", tmp_path))
+        assert alone.end() == 0, alone.output
+    latents = {count: np.load(tmp_path / f"latents_{count}.npz") for count in (1, 2, 4)}
     assert [len(held.files) for held in latents.values()] == [5, 5, 5]
     for count in (2, 4):
         for name in latents[count].files:

@@ -7,9 +7,9 @@ import signal
 import time
 from pathlib import Path
 
-from multihost.in_buckets import DIES_BEFORE
-from multihost.launching import ROOT, TINY, launched, run
-from object_storage import served
+from tests.multihost.in_buckets import DIES_BEFORE
+from tests.multihost.launching import ROOT, TINY, launched, run
+from tests.object_storage import served
 
 PROMPTS = ("a red circle moves right", "a blue square stands still", "a green star grows")
 NAMES = tuple(f"wan_output_5_{index}.mp4" for index in range(len(PROMPTS)))
@@ -52,8 +52,8 @@ def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(tmp_path
             killed = time.monotonic()
             assert second.end() == 1
             assert time.monotonic() - killed < 15  # 5 on a machine that has the time
-            assert f"pid {first.process.pid}), which the job meets at, does not" in second.said
-        assert f"wrote gs://bucket/videos/{NAMES[0]}" in first.said
+            assert f"pid {first.process.pid}), which runs the coordination service" in second.output
+        assert f"wrote gs://bucket/videos/{NAMES[0]}" in first.output
         kept = (bucket / "videos" / NAMES[0]).read_bytes()
         # The second video was denoised; only the third, which was in work, is lost.
         assert files(bucket / "videos") == [NAMES[0], LATENTS]
@@ -63,14 +63,14 @@ def test_a_job_that_is_killed_and_preempted_ends_as_if_nothing_happened(tmp_path
             first.wait_for("1 of 3 videos are there already; 2 to make")
             first.wait_for("1 of them denoised before, and now only decoded")
             first.wait_for("weights of vae: taken from gs://bucket/weights/vae")
-            assert "prompt embeddings: 0 of" not in first.said  # the negative prompt's at least
+            assert "prompt embeddings: 0 of" not in first.output  # the negative prompt's at least
             first.wait_for(f"wrote gs://bucket/videos/{NAMES[1]}")
             second.kill(signal.SIGTERM)
             assert [first.end(), second.end()] in ([1, 1], [0, 0])
             if first.process.returncode == 1:
-                assert "stopped: as asked, with " in first.said
-                assert "The same command makes the rest." in second.said
-                assert "Traceback" not in first.said + second.said
+                assert "stopped: as asked, with " in first.output
+                assert "The same command makes the rest." in second.output
+                assert "Traceback" not in first.output + second.output
 
         said = run(2, command, variables=variables)
     assert "videos are there already" in said[0]

@@ -6,8 +6,9 @@ import socket
 import time
 
 import pytest
-from multihost.launching import ROOT, TINY, free_address, launched, run
-from weights.small_model import save, tensors
+
+from tests.checkpoints.small_model import save, tensors
+from tests.multihost.launching import ROOT, TINY, free_address, launched, run
 
 WORKER = ROOT / "tests" / "multihost" / "worker.py"
 COMMAND = ("-m", "maxdiffusion.generate_wan", TINY)
@@ -18,7 +19,7 @@ def test_a_process_that_differs_is_named_before_weights_are_touched(tmp_path):
     command = (*COMMAND, f"output_dir={tmp_path / 'out'}", "height=48", "width=32")
     with launched(4, command, own=own) as started:
         codes = [one.end() for one in started]
-        said = [one.said for one in started]
+        said = [one.output for one in started]
     assert codes == [2, 2, 2, 2], said
     for one in said:
         assert "seed on process 2 (host" in one
@@ -35,7 +36,7 @@ def test_a_job_that_does_not_come_together_says_where_and_how_long(tmp_path):
     )
     with launched(1, (*COMMAND, *waiting, "jax_process_id=0")) as (first,):
         assert first.end() == 1
-        said = first.said
+        said = first.output
     assert "process 0 of 2 on host" in said
     assert f"could not join the job at {address} within" in said
     assert "jax_distributed_initialization_timeout=3 s" in said
@@ -47,8 +48,8 @@ def test_only_the_first_process_needs_a_place_for_videos(tmp_path):
     (tmp_path / "file").write_text("")
     command = (*COMMAND, f"output_dir={tmp_path / 'file' / 'videos'}")
     with launched(2, command) as started:
-        assert [one.end() for one in started] == [2, 1], [one.said for one in started]
-        first, second = (one.said for one in started)
+        assert [one.end() for one in started] == [2, 1], [one.output for one in started]
+        first, second = (one.output for one in started)
     assert "1 problem, nothing was run:\n  output_dir=" in first
     assert "stopped: process 0 (host" in second
 
@@ -58,7 +59,7 @@ def test_a_host_whose_devices_do_not_start_is_named(tmp_path):
     with launched(2, (*COMMAND, f"output_dir={tmp_path}"), own_variables=no_devices) as started:
         began = time.monotonic()
         codes = [one.end() for one in started]
-        first, second = (one.said for one in started)
+        first, second = (one.output for one in started)
     assert codes == [1, 1], first + second
     assert time.monotonic() - began < 45  # jax's own patience is 100 s, and ends in a core dump
     reason = "the devices of this process did not start: RuntimeError: Unable to initialize backend"
@@ -73,11 +74,11 @@ def test_processes_that_diverge_or_stand_still_are_named(tmp_path):
         started[1].wait_for("diverged")
         began = time.monotonic()
         codes = [one.end() for one in started]
-        said = [one.said for one in started]
+        said = [one.output for one in started]
     assert codes == [1, 1], said
     assert time.monotonic() - began < 60  # of which 2 are the limit; the culprit sleeps for 120
     for one in said:
-        assert "diverged: the latents of seed 7 came out otherwise on process 1 (host" in one
+        assert "diverged: the latents of seed 7 differs on process 1 (host" in one
         assert "stopped: process 1 (host" in one
         assert "hangs at 'before the step'" in one
         assert "others wait at 'the step'" in one
@@ -90,17 +91,20 @@ def test_who_dies_is_named_by_those_who_live(tmp_path):
         both_wait(first, second)
         second.kill()
         assert_stopped(
-            first, f"pid {second.process.pid}) gave no sign for", "Last seen at: waiting"
+            first, f"pid {second.process.pid}) sent no heartbeat for", "Last stage: waiting"
         )
     # Frozen, where the service lives: its answers do not come.
     with launched(2, (WORKER, "wait", tmp_path)) as (first, second):
         both_wait(first, second)
         first.kill(signal.SIGSTOP)
-        assert_stopped(second, f"pid {first.process.pid}), which the job meets at, does not answer")
+        assert_stopped(
+            second,
+            f"pid {first.process.pid}), which runs the coordination service, does not answer",
+        )
     # Aborted: it says so itself.
     with launched(2, (WORKER,), own=[("wait", tmp_path), ("abort", tmp_path)]) as (first, second):
         assert second.end() == -signal.SIGABRT
-        assert "in abort" in second.said  # where it stood
+        assert "in abort" in second.output  # where it stood
         assert_stopped(first, f"pid {second.process.pid}) failed: aborted in native code")
 
 
@@ -111,10 +115,10 @@ def both_wait(*processes):
 
 def assert_stopped(process, *words):
     began = time.monotonic()
-    assert process.end() == 1, process.said
+    assert process.end() == 1, process.output
     assert time.monotonic() - began < 30  # of which 4 are the limit
     for said in ("stopped: process ", *words):
-        assert said in process.said
+        assert said in process.output
 
 
 @pytest.mark.parametrize("processes", [2, 4])

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from multihost.launching import run
-from training.test_train_command import CLIPS, CONFIG, MODEL, cache
 
+from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.weights.safetensors_index import open_weights
+from tests.multihost.launching import run
+from tests.training.test_train_command import CLIPS, CONFIG, MODEL, cache
 
 __all__ = ["cache"]
 
@@ -45,7 +45,7 @@ def test_two_processes_train_and_four_continue_and_export(tmp_path: Path) -> Non
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     _, spec = open_wan_folder(model)
     assert spec.transformer == open_wan_folder(MODEL)[1].transformer
-    new, old = (open_weights(folder / "transformer")[0] for folder in (model, MODEL))
+    new, old = (open_weights(folder / "transformer") for folder in (model, MODEL))
     assert {n: t.shape for n, t in new.tensors.items()} == {
         n: t.shape for n, t in old.tensors.items()
     }

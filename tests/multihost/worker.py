@@ -9,28 +9,38 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from multihost.launching import ROOT, TINY
 
-from maxdiffusion.commands import generate
-from maxdiffusion.config.loading import read_config
+from maxdiffusion.checkpoints.load import LoadOptions, load_parameters
+from maxdiffusion.config.load import read_config
+from maxdiffusion.distributed.coordination import (
+    Diverged,
+    all_processes,
+    assert_same_result,
+    barrier,
+)
+from maxdiffusion.distributed.initialize import (
+    ClusterConfig,
+    Timeouts,
+    configured_cluster,
+    detect_cluster,
+    join,
+)
+from maxdiffusion.distributed.service import joined_service
+from maxdiffusion.distributed.watchdog import Watchdog
+from maxdiffusion.generation import generate
 from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.pipelines.request import Request
-from maxdiffusion.runtime.agreement import Diverged, agree_on_result
-from maxdiffusion.runtime.coordination import barrier, client, members
-from maxdiffusion.runtime.joining import Patience, environment, find_place, join, stated_place
-from maxdiffusion.runtime.marks import MARKS
-from maxdiffusion.runtime.watch import Watch
-from maxdiffusion.weights.loading import LoadOptions, load_parameters
+from maxdiffusion.runtime.progress import PROGRESS
+from tests.multihost.launching import ROOT, TINY
 
 MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
-# One name for each way in which devices exchange keys: gathered, around a ring, heads for tokens,
-# both of these, and both with two streams. Of several kernels the one that compiles quickest.
-EXCHANGES = ("flash", "ring", "ulysses", "ulysses_ring", "ulysses_ring_custom_bidir")
-QUICK = Patience(join=60, heartbeat=60, hang=2)
+# One attention name for each context-parallel scheme, with the kernel that compiles quickest.
+NAMES = ("flash", "ring", "ulysses", "ulysses_ring", "ulysses_ring_custom_bidir")
+QUICK = Timeouts(join=60, heartbeat=60, hang=2)
 
 
-def exchanges(folder: Path) -> None:
-    """A video by every exchange over all devices; the first process keeps the latents of each."""
+def context_parallel(folder: Path) -> None:
+    """Makes a video with every scheme over all devices; the first process saves the latents."""
     found: dict[str, np.ndarray] = {}
     compare = generate.check_same
 
@@ -39,10 +49,10 @@ def exchanges(folder: Path) -> None:
         found[name] = latents
 
     generate.check_same = keep
-    for name in EXCHANGES:
+    for name in NAMES:
         generate.generate(read_config([str(TINY), *arguments(name, folder)]))
     if jax.process_index() == 0:
-        np.savez(folder / f"exchanges_{jax.process_count()}.npz", **found)
+        np.savez(folder / f"latents_{jax.process_count()}.npz", **found)
 
 
 def arguments(attention: str, folder: Path) -> tuple[str, ...]:
@@ -59,23 +69,23 @@ def arguments(attention: str, folder: Path) -> tuple[str, ...]:
 def stand_still(folder: Path) -> None:
     """The processes disagree on a result, and then one of them stays behind."""
     try:
-        agree_on_result("the latents of seed 7", "odd" if jax.process_index() == 1 else "usual")
+        assert_same_result("the latents of seed 7", "odd" if jax.process_index() == 1 else "usual")
     except Diverged as error:
         print(f"diverged: {error}", flush=True)
     watch(QUICK)
-    MARKS.reach("before the step")
+    PROGRESS.checkpoint("before the step")
     if jax.process_index() == 1:
         time.sleep(120)
-    MARKS.reach("the step")
+    PROGRESS.checkpoint("the step")
     barrier("the step")
 
 
 def wait(folder: Path) -> None:
-    """Waits for a word that nobody says."""
-    MARKS.reach("waiting")
+    """Waits for a value that no process publishes."""
+    PROGRESS.checkpoint("waiting")
     watch(replace(QUICK, heartbeat=8, hang=100))
     print("waits", flush=True)
-    client().blocking_key_value_get("nobody says it", 120_000)
+    joined_service().receive("never published", sender=0, timeout=120)
 
 
 def abort(folder: Path) -> None:
@@ -84,14 +94,14 @@ def abort(folder: Path) -> None:
     os.abort()
 
 
-def watch(patience: Patience) -> None:
-    """Begins to watch over the job."""
-    Watch(members(), patience, address=os.environ["JAX_COORDINATOR_ADDRESS"]).start()
+def watch(timeouts: Timeouts) -> None:
+    """Starts the watchdog."""
+    Watchdog(all_processes(), timeouts, address=os.environ["JAX_COORDINATOR_ADDRESS"]).start()
 
 
 def load(folder: Path) -> None:
     """Loads with small parameters sent from the first process, and then all in parts."""
-    from weights.small_model import expected, flat, source_of, tensors
+    from tests.checkpoints.small_model import expected, flat, source_of, tensors
 
     source, wanted = source_of(folder), expected(tensors())
     for small in (4 << 20, 0):
@@ -101,15 +111,18 @@ def load(folder: Path) -> None:
             for name, array in flat(state).items():
                 for shard in array.addressable_shards:
                     np.testing.assert_array_equal(np.asarray(shard.data), wanted[name][shard.index])
-            print(json.dumps({"read": report.bytes_read, "needed": report.bytes_needed}))
+            line = json.dumps({"read": report.bytes_read, "needed": report.bytes_needed})
+            # One write: unbuffered, print() would leave gloo room before the end of the line.
+            sys.stdout.write(f"{line}\n")
 
 
 if __name__ == "__main__":
     task, folder = sys.argv[1:]
-    place = find_place(stated_place("", None, None, environment()), patience=QUICK)
-    if place is not None:
-        join(place, QUICK)
-    tasks = (exchanges, stand_still, wait, abort, load)
+    stated = configured_cluster(ClusterConfig(), os.environ)
+    group = detect_cluster(stated, timeouts=QUICK)
+    if group is not None:
+        join(group, QUICK)
+    tasks = (context_parallel, stand_still, wait, abort, load)
     {one.__name__: one for one in tasks}[task](Path(folder))
-    if place is not None:
+    if group is not None:
         jax.distributed.shutdown()

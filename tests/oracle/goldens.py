@@ -1,7 +1,7 @@
 """Writes the checkpoints and recordings that the tests without torch compare with.
 
-cd tests && python -m oracle.goldens            # everything, into tests/goldens
-cd tests && python -m oracle.goldens --check    # run again and compare with the files
+python -m tests.oracle.goldens            # everything, into tests/goldens
+python -m tests.oracle.goldens --check    # run again and compare with the files
 """
 
 import argparse
@@ -13,13 +13,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from oracle.arrays import Record
-from oracle.pipeline import record_wan21_run, record_wan22_runs
-from oracle.schedulers import record_schedulers
-from oracle.text import PROMPT, SECOND_PROMPT, embed, record_text, tokenise
-from oracle.tiny_checkpoints import wan21_t2v, wan22_t2v, write_checkpoint
-from oracle.transformer import record_transformer
-from oracle.vae import record_vae
+from tests.oracle.arrays import Record
+from tests.oracle.pipeline import record_wan21_run, record_wan22_runs
+from tests.oracle.schedulers import record_schedulers
+from tests.oracle.text import PROMPT, SECOND_PROMPT, embed, record_text, tokenise
+from tests.oracle.tiny_checkpoints import wan21_t2v, wan22_t2v, write_checkpoint
+from tests.oracle.transformer import record_transformer
+from tests.oracle.vae import record_vae
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 
@@ -55,13 +55,24 @@ RECORDINGS: dict[str, Callable[[], Record]] = {
 
 
 def compare(name: str, record: Record) -> bool:
-    """Prints whether a new recording equals the stored one and returns the verdict."""
+    """Prints how a new recording differs from the stored one; returns True if it does not."""
     with np.load(GOLDENS / f"{name}.npz") as stored:
-        same = set(stored.files) == set(record) and all(
-            np.array_equal(stored[key], value) for key, value in record.items()
-        )
-    print(f"{name}.npz: {'the same' if same else 'DIFFERENT'}")
-    return same
+        if set(stored.files) != set(record):
+            print(f"{name}.npz: DIFFERENT, in {sorted(set(stored.files) ^ set(record))}")
+            return False
+        differences = {
+            key: np.abs(stored[key].astype(np.float64) - value.astype(np.float64)).max()
+            if value.dtype.kind == "f" and stored[key].shape == value.shape
+            else np.inf
+            for key, value in record.items()
+            if not np.array_equal(stored[key], value)
+        }
+    if not differences:
+        print(f"{name}.npz: the same")
+        return True
+    worst = max(differences, key=lambda key: differences[key])
+    print(f"{name}.npz: DIFFERENT, by at most {differences[worst]:.1e} in {worst}")
+    return False
 
 
 def main() -> int:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline
 
-from oracle.arrays import Record, as_numpy, normal
-from oracle.text import NEGATIVE, PROMPT, SECOND_PROMPT
-from oracle.tiny_checkpoints import make_scheduler
+from tests.oracle.arrays import Record, as_numpy, normal
+from tests.oracle.text import NEGATIVE, PROMPT, SECOND_PROMPT
+from tests.oracle.tiny_checkpoints import make_scheduler
 
 LATENT_SHAPE = (16, 3, 6, 4)
 SIZE = {"height": 48, "width": 32, "num_frames": 9}

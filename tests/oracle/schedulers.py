@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
-from oracle.arrays import Record, as_numpy, normal
-from oracle.tiny_checkpoints import make_scheduler
+from tests.oracle.arrays import Record, as_numpy, normal
+from tests.oracle.tiny_checkpoints import make_scheduler
 
 SAMPLE_SHAPE = (1, 4, 2, 4, 3)
 SHIFTS = (1.0, 3.0, 5.0, 12.0)

@@ -8,7 +8,7 @@ import torch
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from transformers import AutoTokenizer, UMT5EncoderModel
 
-from oracle.arrays import Record, as_numpy, outputs_of
+from tests.oracle.arrays import Record, as_numpy, outputs_of
 
 PROMPT = "A red fox runs through deep snow while the camera moves slowly."
 NEGATIVE = "blurred, static, worst quality"

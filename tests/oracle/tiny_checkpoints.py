@@ -19,7 +19,7 @@ from diffusers import (
 )
 from transformers import UMT5Config, UMT5EncoderModel
 
-from oracle.vocabulary import Pieces, unigram_pieces, write_tokenizer
+from tests.oracle.vocabulary import Pieces, unigram_pieces, write_tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from diffusers import WanTransformer3DModel
 
-from oracle.arrays import Record, as_numpy, normal, outputs_of
+from tests.oracle.arrays import Record, as_numpy, normal, outputs_of
 
 LATENT_SHAPE = (3, 6, 4)
 TIMESTEPS = (999, 437)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
 
-from oracle.arrays import Record, as_numpy, normal, small_video
+from tests.oracle.arrays import Record, as_numpy, normal, small_video
 
 PIXELS_PER_LATENT = 8
 TILE, STRIDE = 4 * PIXELS_PER_LATENT, 3 * PIXELS_PER_LATENT

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 from flax import nnx
 
+from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
+from maxdiffusion.checkpoints.safetensors_io import open_weights
+from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
+from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
+from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
-from maxdiffusion.weights.checkpoint_map import CheckpointMap
-from maxdiffusion.weights.loading import ComponentSource, load_parameters
-from maxdiffusion.weights.safetensors_index import open_weights
-from maxdiffusion.weights.transformer_map import transformer_map
-from maxdiffusion.weights.umt5_map import umt5_map
-from maxdiffusion.weights.vae_map import vae_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
 
 
 def load_umt5(folder: Path) -> Umt5Encoder:
@@ -59,8 +59,6 @@ def _load(folder: Path, model: Callable[..., Any], config: object, table: Checkp
         config, dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0)
     )
     structure, abstract = nnx.split(nnx.eval_shape(build))
-    stored, problems = open_weights(folder)
-    assert not problems
-    source = ComponentSource(stored=stored, table=table, abstract=abstract)
+    source = ComponentSource(stored=open_weights(folder), table=table, abstract=abstract)
     state, _ = load_parameters(source)
     return nnx.merge(structure, state)

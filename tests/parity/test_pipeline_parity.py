@@ -5,17 +5,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from oracle.arrays import as_numpy, normal
-from oracle.pipeline import load_pipeline
-from oracle.tiny_checkpoints import (
+
+from maxdiffusion import WanPipeline
+from tests.oracle.arrays import as_numpy, normal
+from tests.oracle.pipeline import load_pipeline
+from tests.oracle.tiny_checkpoints import (
     TextSize,
     TinyCheckpoint,
     TransformerSize,
     VaeSize,
     write_checkpoint,
 )
-
-from maxdiffusion import WanPipeline
 
 # Velocities within 1e-5, times 2 * 6 - 1 by guidance, averaged over the steps.
 TOLERANCE = 5e-5

@@ -4,11 +4,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
-from oracle.arrays import normal
-from oracle.schedulers import Scheduler, trajectory
-from oracle.tiny_checkpoints import make_scheduler
 
-from maxdiffusion.schedulers import Sampler, from_scheduler_config, step_row
+from maxdiffusion.diffusion import Sampler, from_scheduler_config, step_row
+from tests.oracle.arrays import normal
+from tests.oracle.schedulers import Scheduler, trajectory
+from tests.oracle.tiny_checkpoints import make_scheduler
 
 # Samples are sums of a few float32 products of order 1 per step; 25 steps of rounding at 6e-8 each,
 # amplified by the corrector's weights of order 1, stay well below this.

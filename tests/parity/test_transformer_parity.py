@@ -7,9 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from oracle.arrays import normal
-from oracle.tiny_checkpoints import TransformerSize, make_transformer
-from parity.loaded import channels_first, channels_last, load_transformer
 
 from maxdiffusion.attention import (
     AttentionProblem,
@@ -19,6 +16,9 @@ from maxdiffusion.attention import (
 )
 from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh, single_device_mesh
 from maxdiffusion.models.wan import WanTransformer
+from tests.oracle.arrays import normal
+from tests.oracle.tiny_checkpoints import TransformerSize, make_transformer
+from tests.parity.loaded import channels_first, channels_last, load_transformer
 
 # Velocities have a deviation of about 1.2 after up to three layers of float32 sums with 64..300
 # terms; the smallest mistake worth finding (a norm's eps of 1e-5) moves them by 1e-4.
@@ -54,7 +54,7 @@ def run_ours(
         "q_len": config.tokens(latents.shape[1:4]),
         "heads": config.heads,
         "head_dim": config.head_dim,
-        "dtype": jnp.float32,
+        "dtype": jnp.dtype("float32"),
     }
     over_itself = AttentionProblem(kv_len=sizes["q_len"], **sizes)
     over_text = AttentionProblem(kv_len=text.shape[1], **sizes)

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from oracle.tiny_checkpoints import TextSize, make_text_encoder
-from parity.loaded import load_umt5
+
+from tests.oracle.tiny_checkpoints import TextSize, make_text_encoder
+from tests.parity.loaded import load_umt5
 
 # Rows of order 1 after at most three layers of float32 sums with 30..128 terms.
 TOLERANCE = 1e-5

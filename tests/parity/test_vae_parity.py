@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLWan
-from oracle.arrays import normal, small_video
-from oracle.tiny_checkpoints import VaeSize, make_vae
-from oracle.vae import STRIDE, TILE, decode, moments, use_small_tiles
-from parity.loaded import channels_first, channels_last, load_vae
 
 from maxdiffusion.models.vae import ALL_FRAMES, Tiling, WanVae
+from tests.oracle.arrays import normal, small_video
+from tests.oracle.tiny_checkpoints import VaeSize, make_vae
+from tests.oracle.vae import STRIDE, TILE, decode, moments, use_small_tiles
+from tests.parity.loaded import channels_first, channels_last, load_vae
 
 # Values of order 1 after about thirty float32 convolutions of 27 * 4..40 terms, each of which is
 # brought back to order 1 by a norm.

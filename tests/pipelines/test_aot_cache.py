@@ -10,9 +10,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh import MeshShape, build_mesh
-from maxdiffusion.pipelines.executable_files import MAGIC, write_executable
-from maxdiffusion.pipelines.executable_key import surroundings, without_kernel_bodies
-from maxdiffusion.pipelines.executables import ExecutableStore, load, payload_of
+from maxdiffusion.pipelines.aot_cache import (
+    MAGIC,
+    AotCache,
+    load,
+    payload_of,
+    surroundings,
+    without_kernel_bodies,
+    write_executable,
+)
 
 MESH = build_mesh(MeshShape(data=2), devices=jax.devices()[:2])
 EVERYWHERE = NamedSharding(MESH, PartitionSpec())
@@ -21,7 +27,7 @@ SPLIT = NamedSharding(MESH, PartitionSpec("data"))
 
 def lowered(add=1.0, rows=4):
     def program(table, unused, bias):
-        return {"sum": (table["w"] * bias).sum(0) + add}
+        return {"sum": (table["w"] * bias[None]).sum(0) + add}
 
     shapes = [
         {"w": jax.ShapeDtypeStruct((rows, 3), jnp.float32, sharding=SPLIT)},
@@ -38,14 +44,8 @@ def arguments(rows=4):
 
 
 @pytest.fixture
-def said():
-    return []
-
-
-@pytest.fixture
-def store(tmp_path, said):
-    facts = surroundings(MESH, {"settings": "a"})
-    return ExecutableStore(folder=tmp_path / "aot", surroundings=facts, say=said.append)
+def store(tmp_path):
+    return AotCache(folder=tmp_path / "aot", surroundings=surroundings(MESH, {"settings": "a"}))
 
 
 def only_file(store):
@@ -54,17 +54,15 @@ def only_file(store):
 
 
 def changed_facts(store, **facts):
-    return ExecutableStore(
-        folder=store.folder, surroundings={**store.surroundings, **facts}, say=store.say
-    )
+    return AotCache(folder=store.folder, surroundings={**store.surroundings, **facts})
 
 
-def test_the_second_time_is_loaded_and_gives_the_same_bits(store, said):
+def test_the_second_time_is_loaded_and_gives_the_same_bits(store, caplog):
     first = store("program", lowered())(*arguments())
-    assert "NOT loaded but compiled" in said[0]
-    assert "there is no such file" in said[0]
+    assert "NOT loaded but compiled" in caplog.messages[0]
+    assert "there is no such file" in caplog.messages[0]
     second = store("program", lowered())(*arguments())
-    assert said[-1].startswith("aot_cache_dir: program is loaded from program-")
+    assert caplog.messages[-1].startswith("aot_cache_dir: program is loaded from program-")
     np.testing.assert_array_equal(first["sum"], second["sum"])
     assert second["sum"].sharding == first["sum"].sharding
 
@@ -73,7 +71,7 @@ def test_what_is_loaded_is_the_file_and_not_compiled(store):
     # The file of one program holds the code of another: only loading it can give that result.
     wanted = lowered(add=1.0)
     key = store.key("program", wanted)
-    write_executable(store.path(key), key, payload_of(lowered(add=100.0).compile()))
+    write_executable(store.path("program", key), key, payload_of(lowered(add=100.0).compile()))
     result = store("program", wanted)(*arguments())["sum"]
     expected = lowered(add=1.0).compile()(*arguments())["sum"]
     np.testing.assert_allclose(result, expected + 99.0, rtol=1e-6)
@@ -92,57 +90,57 @@ def test_what_is_loaded_is_the_file_and_not_compiled(store):
     ],
     ids=["bit", "cut", "magic", "header", "empty", "pickle", "version"],
 )
-def test_a_file_that_was_touched_is_a_loud_miss(store, said, damage, reason):
+def test_a_file_that_was_touched_is_a_loud_miss(store, caplog, damage, reason):
     store("program", lowered())
     path = only_file(store)
     good = path.read_bytes()
     path.write_bytes(damage(good))
-    said.clear()
+    caplog.clear()
     result = store("program", lowered())(*arguments())
-    assert "program is NOT loaded but compiled" in said[0]
-    assert reason in said[0]
+    assert "program is NOT loaded but compiled" in caplog.messages[0]
+    assert reason in caplog.messages[0]
     np.testing.assert_array_equal(result["sum"], lowered().compile()(*arguments())["sum"])
     store("program", lowered())
-    assert "is loaded" in said[-1]  # a good file took the place of the bad one
+    assert "is loaded" in caplog.messages[-1]  # a good file took the place of the bad one
 
 
 @pytest.mark.parametrize("fact", ["package source", "jaxlib", "device kind", "LIBTPU_INIT_ARGS"])
-def test_what_was_made_elsewhere_is_not_used_and_the_difference_is_named(store, said, fact):
+def test_what_was_made_elsewhere_is_not_used_and_the_difference_is_named(store, caplog, fact):
     store("program", lowered())
-    said.clear()
+    caplog.clear()
     changed_facts(store, **{fact: "other"})("program", lowered())
-    assert "NOT loaded but compiled" in said[0]
-    assert f"differs: {fact} was" in said[0]
-    assert 'now "other"' in said[0]
+    assert "NOT loaded but compiled" in caplog.messages[0]
+    assert f"differs: {fact} was" in caplog.messages[0]
+    assert 'now "other"' in caplog.messages[0]
     assert len(list(store.folder.iterdir())) == 2  # both keep their own
 
 
-def test_another_program_of_the_same_name_is_told_apart(store, said):
+def test_another_program_of_the_same_name_is_told_apart(store, caplog):
     store("program", lowered(add=1.0))
-    said.clear()
+    caplog.clear()
     store("program", lowered(add=2.0))
-    assert "differs: operations was" in said[0]
+    assert "differs: operations was" in caplog.messages[0]
 
 
-def test_code_that_the_runtime_refuses_is_a_loud_miss(store, said):
+def test_code_that_the_runtime_refuses_is_a_loud_miss(store, caplog):
     program = lowered()
     key = store.key("program", program)
-    write_executable(store.path(key), key, b"no machine code")
+    write_executable(store.path("program", key), key, b"no machine code")
     result = store("program", program)(*arguments())["sum"]
-    assert "the runtime refuses it" in said[0]
+    assert "the runtime refuses it" in caplog.messages[0]
     assert result.shape == (3,)
 
 
-def test_filling_always_compiles(store, said):
+def test_filling_always_compiles(store, caplog):
     store.fill("program", lowered())
     store.fill("program", lowered())
-    assert [line.split()[1] for line in said] == ["kept", "kept"]
+    assert [line.split()[1] for line in caplog.messages] == ["stored", "stored"]
     store("program", lowered())
-    assert "is loaded" in said[-1]
+    assert "is loaded" in caplog.messages[-1]
 
 
 def test_the_key_has_everything_a_program_depends_on(store):
-    key = store.key("program", lowered())
+    key = store.key("program", lowered()).facts
     assert set(key) >= {
         *("program", "operations", "settings", "package source", "jax", "jaxlib", "libtpu"),
         *("device kind", "platform", "mesh", "devices", "processes", "host"),

@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxdiffusion.pipelines.guidance import ClassifierFree, Unguided
+from maxdiffusion.diffusion.guidance import ClassifierFree, Unguided
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.pipelines.user_request import request_from_arguments
-from maxdiffusion.runtime.problems import ProblemsFound
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 SIZE = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 4}
@@ -70,7 +70,7 @@ def test_latents_are_in_the_layout_of_diffusers(two_experts):
         ({"prompt": []}, r"prompt=\[\]: must be a text or a list of texts"),
         ({"prompt": 3}, "prompt=3: must be a text"),
         ({"prompt": ["a", "b"], "negative_prompt": ["x", "y", "z"]}, "negative_prompts=3"),
-        ({"prompt": "a", "seed": -1}, "seed=-1: must be a whole number"),
+        ({"prompt": "a", "seed": -1}, "seed=-1: must be an integer"),
         ({"prompt": "a", "num_videos_per_prompt": 0}, "num_videos_per_prompt=0"),
     ],
 )

@@ -2,10 +2,10 @@
 
 import pytest
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.pipelines.request import VideoShape, latent_shape
 
 
 def shape_of(**sizes):

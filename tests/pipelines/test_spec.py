@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.runtime.problems import ProblemsFound
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -62,7 +62,7 @@ def test_two_experts_need_a_boundary(folder):
     change(folder / "model_index.json", boundary_ratio=None)
     assert "boundary_ratio=None" in problems_of(folder)
     change(folder / "model_index.json", boundary_ratio=1.5)
-    assert "must lie between 0 and 1" in problems_of(folder)
+    assert "must be between 0 and 1" in problems_of(folder)
 
 
 def test_a_missing_expert_is_named(folder):

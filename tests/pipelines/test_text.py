@@ -2,56 +2,23 @@
 
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
-from maxdiffusion.mesh.axes import AXES
-from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
-from maxdiffusion.pipelines.prompts import (
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.mesh.mesh import AXES
+from maxdiffusion.pipelines.text import (
     REMEMBERED_PROMPTS,
-    PromptEncoder,
     PromptTokenizer,
-    TextPrograms,
     bucket_length,
     clean_prompt,
 )
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.weights.loading import ComponentSource, load_parameters
-from maxdiffusion.weights.safetensors_index import open_weights
-from maxdiffusion.weights.umt5_map import umt5_map
+from tests.pipelines.tiny_text import CHECKPOINT, GOLDEN, PROMPTS, load_text
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
-CHECKPOINT = GOLDENS / "wan22_t2v"
-GOLDEN = np.load(GOLDENS / "text.npz")
-PROMPTS = json.loads(str(GOLDEN["prompts_json"]))
 ATOL = 1e-5  # float32, as for the encoder itself
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return PromptTokenizer.load(CHECKPOINT / "tokenizer")
-
-
-def make_encoder(tokenizer, mesh=None):
-    folder = CHECKPOINT / "text_encoder"
-    config = Umt5Config.from_transformers(json.loads((folder / "config.json").read_text()))
-    graph, abstract = nnx.split(nnx.eval_shape(lambda: Umt5Encoder(config, rngs=nnx.Rngs(0))))
-    stored, problems = open_weights(folder)
-    assert not problems
-    source = ComponentSource(stored=stored, table=umt5_map(config), abstract=abstract)
-    weights, _ = load_parameters(source, mesh=mesh)
-    programs = TextPrograms(graph, mesh)
-    return PromptEncoder(tokenizer=tokenizer, programs=programs, weights=weights), programs
-
-
-@pytest.fixture(scope="module")
-def encoder(tokenizer):
-    return make_encoder(tokenizer)[0]
 
 
 def test_cleaning():
@@ -109,26 +76,23 @@ def test_fewer_rows_on_request(encoder):
     np.testing.assert_allclose(rows, GOLDEN["prompt_embeds"][:, :40], rtol=0, atol=ATOL)
 
 
-def test_a_prompt_has_the_same_bits_in_any_company(tokenizer):
-    alone = make_encoder(tokenizer)[0].encode([PROMPTS[0]])
-    together = make_encoder(tokenizer)[0].encode([PROMPTS[4], PROMPTS[2], PROMPTS[0]])
-    np.testing.assert_array_equal(alone[0], together[2])
+def test_a_prompt_has_the_same_bits_in_any_company(shared_text):
+    alone = shared_text.encoder().encode([PROMPTS[0]])
+    in_company = shared_text.encoder().encode([PROMPTS[4], PROMPTS[2], PROMPTS[0]])
+    np.testing.assert_array_equal(alone[0], in_company[2])
 
 
-def test_compiling_ahead_leaves_nothing_to_compile(tokenizer, monkeypatch):
-    encoder, programs = make_encoder(tokenizer)
+def test_compiling_ahead_leaves_nothing_to_compile(text):
+    encoder = text.encoder()
     encoder.compile(PROMPTS)
-    monkeypatch.setattr(programs, "_compile", lambda *_: pytest.fail("compiled while encoding"))
+    ahead = list(text.compiled)
+    assert ahead
     encoder.encode(PROMPTS)
+    assert text.compiled == ahead
 
 
-def test_prompts_are_remembered_and_forgotten(tokenizer, monkeypatch):
-    encoder, _ = make_encoder(tokenizer)
-    encoded = []
-    encode_ids = encoder._encode_ids
-    monkeypatch.setattr(
-        encoder, "_encode_ids", lambda ids, rows: encoded.append(ids) or encode_ids(ids, rows)
-    )
+def test_prompts_are_remembered_and_forgotten(text):
+    encoder, encoded = text.encoder(), text.encoded
     encoder.encode(["fox", "fox", " fox "])
     assert len(encoded) == 1
     for count in range(REMEMBERED_PROMPTS):
@@ -141,20 +105,17 @@ def test_prompts_are_remembered_and_forgotten(tokenizer, monkeypatch):
 def test_rows_on_a_mesh_are_whole_on_every_device(tokenizer):
     mesh = jax.make_mesh((2, 2, 1, 1, 2), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 5)
     with jax.set_mesh(mesh):
-        rows = make_encoder(tokenizer, mesh)[0].encode(PROMPTS[:2])
+        rows = load_text(tokenizer, mesh).encoder().encode(PROMPTS[:2])
     assert rows.sharding.is_fully_replicated
     assert len(rows.sharding.device_set) == 8
     np.testing.assert_allclose(rows, GOLDEN["prompt_embeds"][:2], rtol=0, atol=ATOL)
 
 
-def test_shapes_compile_the_same_program_as_weights(tokenizer):
-    encoder, programs = make_encoder(tokenizer)
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), encoder._weights
-    )
-    programs.get(shapes, 64, 512)
-    rows = encoder.encode(PROMPTS[:1])
-    assert len(programs._compiled) == 1
+def test_shapes_compile_the_same_program_as_weights(text):
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), text.weights)
+    text.programs.get(shapes, 64, 512)
+    rows = text.encoder().encode(PROMPTS[:1])
+    assert text.compiled == ["text_encoder"]
     np.testing.assert_allclose(rows, GOLDEN["prompt_embeds"][:1], rtol=0, atol=ATOL)
 
 
@@ -169,11 +130,9 @@ def test_a_prompt_is_text(encoder, prompt):
         encoder.encode([prompt])
 
 
-def test_ids_that_the_encoder_does_not_know_are_refused(tokenizer, encoder):
+def test_ids_that_the_encoder_does_not_know_are_refused(shared_text):
     embedding = jax.ShapeDtypeStruct((5, 64), jnp.float32)
-    small = PromptEncoder(
-        tokenizer=tokenizer, programs=encoder._programs, weights={"embedding": embedding}
-    )
+    small = shared_text.encoder(weights={"embedding": embedding})
     with pytest.raises(ProblemsFound, match="ids below 5"):
         small.encode([PROMPTS[0]])
 

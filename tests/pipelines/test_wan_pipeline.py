@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from maxdiffusion import WanPipeline
-from maxdiffusion.pipelines.user_request import request_from_arguments
-from maxdiffusion.runtime.problems import ProblemsFound, RunFailed
+from maxdiffusion.errors import ProblemsFound, RunFailed
+from maxdiffusion.pipelines.request import request_from_arguments
+from tests.marking import slow_except
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -53,7 +54,7 @@ def check_frames(pipeline: WanPipeline, golden: dict[str, np.ndarray], name: str
     np.testing.assert_allclose(frames, golden[f"{name}/frames"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["pipe", "pipe_nocfg", "pipe_b2"])
+@pytest.mark.parametrize("name", slow_except(["pipe"], ["pipe", "pipe_nocfg", "pipe_b2"]))
 def test_latents_and_frames_equal_those_of_diffusers(
     name: str, pipeline: WanPipeline, golden: dict[str, np.ndarray]
 ) -> None:
@@ -61,6 +62,7 @@ def test_latents_and_frames_equal_those_of_diffusers(
     check_frames(pipeline, golden, name)
 
 
+@pytest.mark.slow
 def test_flow_shift_replaces_that_of_the_checkpoint(
     pipeline: WanPipeline, golden: dict[str, np.ndarray]
 ) -> None:
@@ -70,7 +72,7 @@ def test_flow_shift_replaces_that_of_the_checkpoint(
 def test_every_step_and_its_expert_are_those_of_diffusers(
     pipeline: WanPipeline, golden: dict[str, np.ndarray]
 ) -> None:
-    request = request_from_arguments(pipeline.workshop.spec, **recorded_call(golden, "pipe"))
+    request = request_from_arguments(pipeline.builder.spec, **recorded_call(golden, "pipe"))
     experts = pipeline.condition(request)
     calls = json.loads(str(golden["pipe/calls_json"]))[::2]  # conditional, then unconditional
     names = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
@@ -85,6 +87,7 @@ def test_every_step_and_its_expert_are_those_of_diffusers(
     assert steps == len(calls) == 6
 
 
+@pytest.mark.slow
 def test_euler_of_the_checkpoint_is_used(golden: dict[str, np.ndarray], tmp_path: Path) -> None:
     folder = shutil.copytree(GOLDENS / "wan22_t2v", tmp_path / "euler")
     config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
@@ -92,6 +95,7 @@ def test_euler_of_the_checkpoint_is_used(golden: dict[str, np.ndarray], tmp_path
     check_latents(WanPipeline.from_pretrained(folder), golden, "pipe_euler_shift5")
 
 
+@pytest.mark.slow
 def test_one_transformer_of_the_released_head_width() -> None:
     pipeline = WanPipeline.from_pretrained(GOLDENS / "wan21_t2v")
     with np.load(GOLDENS / "pipe_wan21.npz") as file:
@@ -100,6 +104,7 @@ def test_one_transformer_of_the_released_head_width() -> None:
     check_frames(pipeline, golden, "pipe")
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_to_diffusers_as_its_rounding(golden: dict[str, np.ndarray]) -> None:
     """Two runs that round differently are sqrt(2) times as far apart as each is from the truth."""
     pipeline = WanPipeline.from_pretrained(GOLDENS / "wan22_t2v", dtype="bfloat16")
@@ -112,6 +117,7 @@ def test_bfloat16_is_as_near_to_diffusers_as_its_rounding(golden: dict[str, np.n
     assert np.abs(latents - theirs).max() < 0.1
 
 
+@pytest.mark.slow
 def test_a_seed_gives_a_video_again_and_another_seed_another(pipeline: WanPipeline) -> None:
     settings = {
         "prompt": "two children fly a kite",
@@ -130,6 +136,7 @@ def test_a_seed_gives_a_video_again_and_another_seed_another(pipeline: WanPipeli
     np.testing.assert_allclose(both, np.concatenate([first, other]), rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_bytes_are_the_frames_cut_off(pipeline: WanPipeline, golden: dict[str, np.ndarray]) -> None:
     settings = recorded_call(golden, "pipe")
     frames = pipeline(**settings, output_type="np").frames
@@ -170,7 +177,7 @@ def test_a_second_guidance_scale_needs_a_second_expert() -> None:
 def test_latents_that_are_not_finite_stop_the_run_by_step_and_expert(
     pipeline: WanPipeline, golden: dict[str, np.ndarray]
 ) -> None:
-    request = request_from_arguments(pipeline.workshop.spec, **recorded_call(golden, "pipe"))
+    request = request_from_arguments(pipeline.builder.spec, **recorded_call(golden, "pipe"))
     experts = pipeline.condition(request)
     spoiled = jax.tree.map(lambda leaf: leaf * np.nan, experts.low_noise.weights)
     experts = replace(experts, low_noise=replace(experts.low_noise, weights=spoiled))

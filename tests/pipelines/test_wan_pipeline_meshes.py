@@ -49,6 +49,7 @@ def latents(on_one_device: WanPipeline) -> np.ndarray:
     return on_one_device(**CALL, output_type="latent").frames
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "attention"),
     [
@@ -68,6 +69,7 @@ def test_a_seed_gives_the_same_latents_on_every_mesh(
     np.testing.assert_allclose(found, latents, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_frames_are_the_same_when_devices_share_the_decoder(on_one_device: WanPipeline) -> None:
     call = CALL | {"prompt": CALL["prompt"][0], "num_inference_steps": 1, "num_frames": 1}
     alone = on_one_device(**call).frames
@@ -85,6 +87,7 @@ def test_fsdp_gives_every_device_an_eighth_of_a_kernel() -> None:
             assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
+@pytest.mark.slow
 def test_layers_one_by_one_compute_what_the_scan_computes(latents: np.ndarray) -> None:
     pipeline = make_pipeline(MeshShape(), replace(DENSE, scan_layers=False))
     found = pipeline(**CALL, output_type="latent").frames

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from maxdiffusion.preflight.released import RELEASED, find_spec
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.preflight.command import RELEASED, find_spec
 from maxdiffusion.preflight_wan import main
-from maxdiffusion.runtime.problems import ProblemsFound
 
 CONFIG = str(Path(__file__).parents[2] / "configs/wan_tiny.yml")
 

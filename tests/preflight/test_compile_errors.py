@@ -2,8 +2,8 @@
 
 import pytest
 
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.compile_errors import explain, is_refusal
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.preflight.compile import explain, is_refusal
 
 VMEM = (
     "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem "

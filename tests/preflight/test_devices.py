@@ -1,51 +1,23 @@
-"""Topologies by name, the environment that libtpu needs, and bad input."""
+"""The environment that libtpu needs, and the refusals of libtpu."""
 
 import importlib.util
+import subprocess
 import sys
 
 import pytest
 
-from maxdiffusion.preflight import topology as topologies
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.topology import (
-    GRIDS,
-    describe_devices,
-    prepare_environment,
-    read_topology,
-    topology_of_size,
-)
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.preflight import devices
+from maxdiffusion.preflight.devices import describe_devices, prepare_environment
 
 
-@pytest.mark.parametrize(
-    ("name", "chips", "devices"),
-    [("tpu7x:2x2x1", 4, 8), ("tpu7x:4x4x4", 64, 128), ("v6e:2x4", 8, 8), ("v5p:2x2x1", 4, 4)],
-)
-def test_a_name_becomes_chips_and_devices(name, chips, devices):
-    topology = read_topology(name)
-    assert (topology.chips, topology.device_count, topology.name) == (chips, devices, name)
-
-
-@pytest.mark.parametrize(
-    "name", ["tpu8x:2x2x1", "tpu7x", "tpu7x:2x2", "tpu7x:3x3x3", "v6e:2x2x1", ""]
-)
-def test_an_unknown_name_is_refused_with_the_list(name):
-    with pytest.raises(ProblemsFound) as error:
-        read_topology(name)
-    chip = name.split(":")[0]
-    assert repr(name) in str(error.value)
-    assert (f"{chip}:{GRIDS[chip][0]}" if chip in GRIDS else "tpu7x:{2x2x1") in str(error.value)
-
-
-def test_every_grid_can_be_read():
-    for chip, grids in GRIDS.items():
-        for grid in grids:
-            assert read_topology(f"{chip}:{grid}").chip is CHIPS[chip]
-
-
-def test_a_size_finds_its_topology():
-    assert topology_of_size(CHIPS["tpu7x"], 128).name == "tpu7x:4x4x4"
-    assert topology_of_size(CHIPS["tpu7x"], 12) is None
+def test_the_environment_can_be_set_before_jax_is_imported():
+    code = (
+        "import sys, maxdiffusion.costs.chips, maxdiffusion.preflight.devices;"
+        "sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_the_environment_keeps_what_the_user_set():
@@ -83,7 +55,7 @@ def test_what_libtpu_says_becomes_a_way_out(message, way_out, monkeypatch):
         def get_topology_desc(**_):
             raise RuntimeError(message)
 
-    monkeypatch.setattr(topologies, "check_libtpu", lambda: None)
+    monkeypatch.setattr(devices, "check_libtpu", lambda: None)
     monkeypatch.setitem(sys.modules, "jax.experimental.topologies", Broken)
     monkeypatch.setattr("jax.experimental.topologies", Broken, raising=False)
     with pytest.raises(ProblemsFound) as error:

@@ -5,14 +5,16 @@ import math
 import jax
 import pytest
 
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.diffusion import UniPC
+from maxdiffusion.diffusion.guidance import ClassifierFree
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.mesh import MeshShape, build_mesh
-from maxdiffusion.pipelines.guidance import ClassifierFree
-from maxdiffusion.pipelines.programs import ProgramShape, Workshop
+from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
+from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import PipelineSettings
-from maxdiffusion.pipelines.shapes import VideoShape, latent_shape
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.memory import residence, state_bytes
-from maxdiffusion.preflight.programs import (
+from maxdiffusion.preflight.command import find_spec
+from maxdiffusion.preflight.compile import (
     CompiledProgram,
     Memory,
     ProgramMaker,
@@ -20,17 +22,15 @@ from maxdiffusion.preflight.programs import (
     compile_program,
     programs_of,
 )
-from maxdiffusion.preflight.released import find_spec
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.schedulers import UniPC
+from maxdiffusion.preflight.report import residence, state_bytes
 
 CHIP = CHIPS["tpu7x"]
 
 
-def workshop(shape=MeshShape(data=2)):  # noqa: B008 - a frozen value
+def builder(shape=MeshShape(data=2)):  # noqa: B008 - a frozen value
     mesh = build_mesh(shape, devices=jax.devices()[: shape.devices])
     settings = PipelineSettings(attention="dot_product")
-    return Workshop(spec=find_spec("embedded"), settings=settings, mesh=mesh)
+    return ProgramBuilder(spec=find_spec("embedded"), settings=settings, mesh=mesh)
 
 
 def program_shape(made):
@@ -39,25 +39,30 @@ def program_shape(made):
     return ProgramShape(videos=1, latent=latent, guidance=ClassifierFree(), text_length=16)
 
 
+def makers_of(made):
+    shape, sampler = program_shape(made), UniPC(steps=2, shift=3.0)
+    return programs_of(made, shape, sampler=sampler, attention=made.attention(shape))
+
+
 def test_all_programs_of_a_generation_are_there():
-    made = workshop()
-    makers = programs_of(made, program_shape(made), UniPC(steps=2, shift=3.0))
+    made = builder()
+    makers = makers_of(made)
     assert [maker.name for maker in makers] == [
         *("denoise_step", "read_text", "start", "decode", "text_encoder")
     ]
 
 
-def test_a_program_is_compiled_and_weighed():
-    made = workshop()
-    makers = programs_of(made, program_shape(made), UniPC(steps=2, shift=3.0))
-    said = []
-    (start,) = compile_all(makers[2:3], CHIP, said.append)
+def test_a_program_is_compiled_and_weighed(caplog):
+    made = builder()
+    makers = makers_of(made)
+    with caplog.at_level("INFO"):
+        (start,) = compile_all(makers[2:3], CHIP)
     latents = 4 * math.prod(program_shape(made).latent.dims)
     assert start.memory.arguments == latents
     assert start.memory.peak >= start.memory.arguments + start.memory.outputs
     assert "ENTRY" in start.text
-    assert said[0] == "[1/1] compiling start ..."
-    assert said[1].startswith("[1/1] start: ")
+    assert caplog.messages[0] == "[1/1] compiling start ..."
+    assert caplog.messages[1].startswith("[1/1] start: ")
 
 
 def test_a_refusal_of_the_compiler_names_the_program():
@@ -69,7 +74,7 @@ def test_a_refusal_of_the_compiler_names_the_program():
 
 
 def test_weights_count_once_and_split_weights_by_their_part():
-    whole, split = workshop(), workshop(MeshShape(fsdp=2))
+    whole, split = builder(), builder(MeshShape(fsdp=2))
     alone = state_bytes(whole.models.transformer.on(whole.mesh))
     assert alone == sum(
         leaf.size * leaf.dtype.itemsize
@@ -85,7 +90,7 @@ def compiled(name, *, outputs=0, temporaries=0):
 
 def test_the_peak_is_all_weights_what_is_kept_and_what_a_program_adds():
     step = compiled("denoise_step", outputs=5, temporaries=1000)
-    found = residence(workshop(), (step, compiled("read_text", outputs=30), compiled("start")))
+    found = residence(builder(), (step, compiled("read_text", outputs=30), compiled("start")))
     assert found.kept == 2 * 30  # of both experts
     assert found.peak == sum(found.weights.values()) + 60 + 5 + 1000 + 1
     assert found.peak_program == "denoise_step"

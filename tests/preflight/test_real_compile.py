@@ -2,37 +2,31 @@
 
 import fcntl
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from maxdiffusion.pipelines.executable_files import read_executable, read_key
+from maxdiffusion.pipelines.aot_cache import read_executable, read_key
+from maxdiffusion.runtime.files import CacheKey
+from tests.processes import output_of, run_python
 
+pytestmark = pytest.mark.libtpu
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "configs/wan_tiny.yml"
 SPLIT = ("ici_data_parallelism=2", "ici_context_parallelism=4", "ulysses_shards=2")
 
 
-def run(*arguments, **environment):
-    return subprocess.run(
-        [sys.executable, "-m", "maxdiffusion.preflight_wan", str(CONFIG), *arguments],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
+def preflight_wan(*arguments, **variables):
+    command = ("-m", "maxdiffusion.preflight_wan", CONFIG)
+    return run_python(*command, *arguments, variables=variables, timeout=900)
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preflight")
     report = folder / "preflight.json"
-    done = run(
+    done = preflight_wan(
         "topology=tpu7x:2x2x1",
         "attention=ulysses_ring_custom",
         *SPLIT,
@@ -70,7 +64,7 @@ def test_kernels_have_their_machine_code_read(finished):
     assert kernels["self-attention"]["name"] == "flash_online_128_128_partials"
 
 
-def test_exchanges_are_those_of_the_plan(finished):
+def test_collectives_are_those_of_the_plan(finished):
     layers = [one for one in finished[1]["collectives"] if one["times"] > 1]
     kinds = [(one["kind"], tuple(one["axes"])) for one in layers]
     assert kinds.count(("all-to-all", ("ulysses",))) == 4
@@ -89,7 +83,7 @@ def test_people_see_progress_and_a_report(finished):
 
 def test_programs_for_a_tpu_are_kept_for_the_job(finished):
     output, report = finished
-    kept = re.findall(r"aot_cache_dir: kept (\w+) as (\S+)", output)
+    kept = re.findall(r"aot_cache_dir: stored (\w+) as (\S+)", output)
     assert [name for name, _ in kept] == [program["name"] for program in report["programs"]]
     folder = Path(re.search(r"wrote (\S+)", output)[1]).parent / "programs"
     for name, file in kept:
@@ -97,11 +91,11 @@ def test_programs_for_a_tpu_are_kept_for_the_job(finished):
         assert (key["program"], key["platform"], key["device kind"]) == (name, "tpu", "TPU7x")
         assert len(key["devices"]) == 8
         assert key["libtpu"].startswith("0.0.42")
-        assert read_executable(folder / file, key)
+        assert read_executable(folder / file, CacheKey(key))
 
 
 def test_a_mesh_that_does_not_fit_is_refused():
-    done = run("topology=v6e:2x2", "ici_data_parallelism=2", "ici_context_parallelism=4")
+    done = preflight_wan("topology=v6e:2x2", "ici_data_parallelism=2", "ici_context_parallelism=4")
     assert done.returncode == 2
     assert "number of devices in a slice is 4" in done.stderr
     assert done.stdout == ""
@@ -110,7 +104,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
 def test_a_second_process_that_may_not_share_libtpu_is_told_so():
     with Path("/tmp/libtpu_lockfile").open("a") as lock:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        done = run("topology=tpu7x:2x2x1", ALLOW_MULTIPLE_LIBTPU_LOAD="0")
+        done = preflight_wan("topology=tpu7x:2x2x1", ALLOW_MULTIPLE_LIBTPU_LOAD="0")
     assert done.returncode == 2
     assert "another process holds libtpu's lock" in done.stderr
     assert "ALLOW_MULTIPLE_LIBTPU_LOAD=1" in done.stderr
@@ -118,7 +112,8 @@ def test_a_second_process_that_may_not_share_libtpu_is_told_so():
 
 REFUSALS = """
 import sys
-from maxdiffusion.preflight.topology import describe_devices, prepare_environment, read_topology
+from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.preflight.devices import describe_devices, prepare_environment
 topology = read_topology("tpu7x:2x2x1")
 prepare_environment(topology)
 import jax, jax.numpy as jnp
@@ -126,8 +121,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.preflight.programs import ProgramMaker, compile_program
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.preflight.compile import ProgramMaker, compile_program
+from maxdiffusion.errors import ProblemsFound
 
 mesh = single_device_mesh(describe_devices(topology)[0])
 
@@ -162,11 +157,7 @@ for program, make in {
 
 
 def test_what_the_compiler_refuses_becomes_sentences_with_keys():
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSALS], capture_output=True, text=True, timeout=600, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    vmem, hbm, layout = done.stdout.strip().splitlines()
+    vmem, hbm, layout = output_of("-c", REFUSALS).strip().splitlines()
     assert "a kernel needs more VMEM than it may use" in vmem
     assert "Lower flash_block_sizes.block_q" in vmem
     assert "does not fit into the device's HBM" in hbm

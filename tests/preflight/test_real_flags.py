@@ -1,13 +1,13 @@
 """Every flag of every preset is known to libtpu, which ends a process at one that is not."""
 
-import os
 import subprocess
-import sys
 
 import pytest
 
-from maxdiffusion.runtime.libtpu_flags import PRESETS, apply_flags
+from maxdiffusion.runtime.tpu_flags import PRESETS, apply_flags
+from tests.processes import run_python
 
+pytestmark = pytest.mark.libtpu
 SLICES = {"tpu7x": "tpu7x-8", "v6e": "v6e-4", "v5p": "v5p-8", "v5e": "v5litepod-4"}
 COMPILE = """
 import jax, numpy as np
@@ -22,9 +22,9 @@ print("compiled")
 """
 
 
-def compiled(chip: str, flags: str) -> subprocess.CompletedProcess[str]:
-    """What a process that compiles for a chip with these flags did."""
-    environment = {
+def compile_for(chip: str, flags: str) -> subprocess.CompletedProcess[str]:
+    """Returns the finished process that compiled for a chip with these flags."""
+    variables = {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": SLICES[chip],
@@ -33,23 +33,17 @@ def compiled(chip: str, flags: str) -> subprocess.CompletedProcess[str]:
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "LIBTPU_INIT_ARGS": flags,
     }
-    return subprocess.run(
-        [sys.executable, "-c", COMPILE, chip],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    return run_python("-c", COMPILE, chip, variables=variables)
 
 
 @pytest.mark.parametrize("chip", sorted(PRESETS))
 def test_libtpu_accepts_every_flag_of_a_preset(chip):
     environment = {}
     apply_flags("auto", chip, environment)
-    assert compiled(chip, environment["LIBTPU_INIT_ARGS"]).stdout == "compiled\n"
+    assert compile_for(chip, environment["LIBTPU_INIT_ARGS"]).stdout == "compiled\n"
 
 
 def test_libtpu_would_refuse_a_flag_that_it_does_not_know():
-    done = compiled("v6e", "--xla_tpu_no_such_flag=true")
+    done = compile_for("v6e", "--xla_tpu_no_such_flag=true")
     assert done.returncode != 0
     assert "xla_tpu_no_such_flag" in done.stderr

@@ -4,22 +4,26 @@ import dataclasses
 import json
 
 import pytest
-from preflight.recorded import recorded
 
+from maxdiffusion.costs.chips import CHIPS, read_topology
+from maxdiffusion.costs.flops import forward_flops, step_bounds
+from maxdiffusion.costs.links import grid_network
+from maxdiffusion.costs.step_time import (
+    KernelFigures,
+    KernelTime,
+    Runs,
+    VideoTime,
+    format_seconds,
+    step_time,
+)
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.collectives import find_collectives
-from maxdiffusion.preflight.cycles import count_cycles
-from maxdiffusion.preflight.flops import forward_flops, step_bounds
-from maxdiffusion.preflight.hlo import read_program
-from maxdiffusion.preflight.kernels import KernelFigures
-from maxdiffusion.preflight.links import grid_network
-from maxdiffusion.preflight.memory import Residence
-from maxdiffusion.preflight.programs import CompiledProgram, Memory
-from maxdiffusion.preflight.report import Report
-from maxdiffusion.preflight.step_time import KernelTime, in_words, step_time
-from maxdiffusion.preflight.topology import read_topology
-from maxdiffusion.preflight.video_time import Runs, VideoTime, video_time
+from maxdiffusion.preflight.command import video_time
+from maxdiffusion.preflight.compile import CompiledProgram, Memory
+from maxdiffusion.preflight.readers.collectives import find_collectives
+from maxdiffusion.preflight.readers.cycles import count_cycles
+from maxdiffusion.preflight.readers.hlo import read_program
+from maxdiffusion.preflight.report import Report, Residence
+from tests.preflight.recorded import recorded
 
 MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
 SIZES = WanTransformerConfig(layers=2)
@@ -68,11 +72,11 @@ def report():
         cycles=cycles,
         collectives=collectives,
         flops=flops,
-        bounds=step_bounds(flops, topology.chip, 8, SIZES.head_dim),
+        bounds=step_bounds(flops, topology.chip, devices=8, head_dim=SIZES.head_dim),
         step=step_time(
             chip=topology.chip,
             kernels={KERNEL.name: KernelTime(call=0.5e-3, step=2e-3)},
-            cycles=cycles,
+            cycles=cycles.by_key(),
             collectives=collectives,
             network=grid_network(topology),
         ),
@@ -96,7 +100,7 @@ def test_parts_add_up(report):
     assert sum(report.step.outside.values()) == pytest.approx(outside)
     # Four all-to-alls of a layer stay on a chip: 20 MB, half of it to the other core, 600 GB/s.
     on_chip = 2 * 4 * 19_968_000 / 2 / 600e9
-    assert report.step.exposed_exchange >= on_chip
+    assert report.step.exposed_collectives >= on_chip
 
 
 def test_a_video_is_all_runs_of_its_programs(report):
@@ -110,10 +114,9 @@ def test_a_video_is_all_runs_of_its_programs(report):
         [step, decode],
         {"denoise_step": 40, "decode": 2, "start": 1},
         2.5,
-        chip=report.topology.chip,
         network=grid_network(report.topology),
     )
-    # What is no denoise step takes its cycles and its exchange; this one's kernels have no figures.
+    # Other programs take their cycles and collectives; the kernels of this one have no figures.
     once = sum(report.step.outside.values())
     assert video.programs["decode"].seconds > once
     assert video.total == pytest.approx(40 * 2.5 + 2 * video.programs["decode"].seconds)
@@ -128,10 +131,10 @@ def test_no_step_is_quicker_than_its_bound(report):
 
 def test_people_read_the_same(report):
     words = report.describe()
-    assert f"predicted: {in_words(report.step.total)}/step" in words
+    assert f"predicted: {format_seconds(report.step.total)}/step" in words
     assert "main loop 1,676 bundles, MXU bound 1,536 (91.6%)" in words
     assert "VMEM 5.3 of 64 MiB" in words
-    assert "all-to-all over ulysses of 2, waited for" in words
+    assert "all-to-all over ulysses of 2, exposed" in words
     assert "collective-permute over ring of 2, under" in words
     assert "DOES NOT FIT" not in words
 
@@ -150,4 +153,4 @@ def test_without_kernels_the_report_says_so(report):
     ("seconds", "words"), [(2.6334, "2.633 s"), (0.0123456, "12.35 ms"), (4e-7, "0.0004 ms")]
 )
 def test_times_have_their_unit(seconds, words):
-    assert in_words(seconds) == words
+    assert format_seconds(seconds) == words

@@ -1,13 +1,13 @@
 """Figures of docs/performance.md on a narrow layer and a small tile: they may not get worse."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import output_of
+
+pytestmark = pytest.mark.libtpu
 ROOT = Path(__file__).parents[2]
 JOB = (
     *(ROOT / "configs/base_wan_27b.yml", "topology=tpu7x:2x2x1", "attention=ulysses_ring_custom"),
@@ -21,23 +21,9 @@ SMALL_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=1024
 FP8_TILE = ("flash_block_sizes.block_q=1536", "flash_block_sizes.block_kv=2048")
 
 
-def output_of(*command):
-    """What a Python program prints."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env=os.environ.copy(),
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def layer():
-    return output_of(ROOT / "scripts/layer_cycles.py", *JOB, *HALF_AS_WIDE)
+    return output_of(ROOT / "scripts/layer_cycles.py", *JOB, *HALF_AS_WIDE, timeout=900)
 
 
 def test_a_layer_outside_kernels(layer):
@@ -50,7 +36,7 @@ def test_a_layer_outside_kernels(layer):
     assert "RoPE" not in figures, "positions are turned in the pass that moves heads"
 
 
-def test_exchanges_run_beside_products_and_kernels(layer):
+def test_collectives_overlap_with_products_and_kernels(layer):
     """Keys and values are traded and hop, queries go over and their output comes back."""
     names = [line.split()[3] for line in layer.splitlines() if " exchange copies  " in line]
     assert layer.count("all-to-all-start") == 2
@@ -60,7 +46,7 @@ def test_exchanges_run_beside_products_and_kernels(layer):
 
 def kernel_of(folder, *job):
     """The figures of the kernel of self-attention."""
-    output_of("-m", "maxdiffusion.commands.preflight_kernels", folder, *job)
+    output_of("-m", "maxdiffusion.preflight.kernels", folder, *job, timeout=900)
     kernels = json.loads((folder / "kernels.json").read_text())
     (kernel,) = (one for one in kernels if one["purpose"] == "self-attention")
     return kernel

@@ -2,7 +2,7 @@
 
 import pytest
 
-from maxdiffusion.runtime.atomic import abandon, remove_leftovers, replacing
+from maxdiffusion.runtime.files import remove_leftovers, remove_unfinished, replacing
 
 
 def test_the_file_appears_at_the_end(tmp_path):
@@ -51,7 +51,7 @@ def test_a_process_that_ends_without_unwinding_leaves_nothing(tmp_path):
     def end_in_between():
         with replacing(tmp_path / "a.txt") as unfinished:
             unfinished.write_text("half")
-            abandon()
+            remove_unfinished()
             assert list(tmp_path.iterdir()) == []
 
     with pytest.raises(FileNotFoundError):

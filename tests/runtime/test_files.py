@@ -3,24 +3,27 @@
 import json
 
 import numpy as np
-import object_storage
 import pytest
 
-from maxdiffusion.pipelines.executable_files import read_executable, write_executable
-from maxdiffusion.runtime.atomic import replacing
-from maxdiffusion.runtime.json_lines import add_new_lines, append_lines, whole_lines
-from maxdiffusion.runtime.places import (
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.pipelines.aot_cache import read_executable, write_executable
+from maxdiffusion.runtime.files import (
+    CacheKey,
+    add_new_json_lines,
+    append_json_lines,
+    as_path,
+    check_object_store,
     copy_file,
     copy_folder,
-    is_remote,
+    is_object_store,
     local_copy,
-    place,
-    remote_problem,
+    new_folder,
+    read_json_lines,
+    replacing,
 )
 from maxdiffusion.runtime.video import is_video_of, write_video
-from maxdiffusion.training.cached_clips import CachedClips
-from maxdiffusion.training.latent_cache import MANIFEST, save_shard, shard_file
-from maxdiffusion.weights.atomic import new_folder
+from maxdiffusion.training.data.latent_cache import MANIFEST, CachedClips, save_shard, shard_file
+from tests import object_storage
 
 
 @pytest.fixture
@@ -32,15 +35,15 @@ def bucket(tmp_path, monkeypatch):
 
 
 def test_a_disk_is_told_from_a_bucket(tmp_path):
-    assert not is_remote(tmp_path)
-    assert is_remote("gs://bucket/videos")
-    assert place(str(tmp_path / "a")) == tmp_path / "a"
-    assert str(place("gs://bucket/videos") / "a.mp4") == "gs://bucket/videos/a.mp4"
+    assert not is_object_store(tmp_path)
+    assert is_object_store("gs://bucket/videos")
+    assert as_path(str(tmp_path / "a")) == tmp_path / "a"
+    assert str(as_path("gs://bucket/videos") / "a.mp4") == "gs://bucket/videos/a.mp4"
 
 
 @pytest.mark.usefixtures("bucket")
 def test_a_file_appears_in_a_bucket_when_it_is_whole():
-    target = place("gs://bucket/deep/a.txt")
+    target = as_path("gs://bucket/deep/a.txt")
 
     def fail():
         with replacing(target) as unfinished:
@@ -63,7 +66,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
         raise OSError("the link is gone")
 
     (tmp_path / "a.txt").write_text("whole")
-    target = place("gs://bucket/a.txt")
+    target = as_path("gs://bucket/a.txt")
     monkeypatch.setattr("shutil.copyfileobj", fail)
     with pytest.raises(OSError, match="the link is gone"):
         copy_file(tmp_path / "a.txt", target)
@@ -72,7 +75,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("bucket")
 def test_a_video_in_a_bucket_is_known_again():
-    target = place("gs://bucket/videos/a.mp4")
+    target = as_path("gs://bucket/videos/a.mp4")
     assert not is_video_of(target, "maxdiffusion-0123")
     frames = np.random.default_rng(0).integers(0, 255, (3, 16, 16, 3), np.uint8)
     write_video(target, frames, fps=8, identity="maxdiffusion-0123")
@@ -82,23 +85,23 @@ def test_a_video_in_a_bucket_is_known_again():
 
 @pytest.mark.usefixtures("bucket")
 def test_lines_are_added_in_a_bucket():
-    file = place("gs://bucket/notes.jsonl")
-    append_lines(file, [{"a": 1}])
-    add_new_lines(file, [{"a": 1}, {"a": 2}])
-    assert whole_lines(file) == [{"a": 1}, {"a": 2}]
+    file = as_path("gs://bucket/notes.jsonl")
+    append_json_lines(file, [{"a": 1}])
+    add_new_json_lines(file, [{"a": 1}, {"a": 2}])
+    assert read_json_lines(file) == [{"a": 1}, {"a": 2}]
 
 
 @pytest.mark.usefixtures("bucket")
 def test_compiled_programs_are_kept_in_a_bucket():
-    file = place("gs://bucket/programs") / "step.executable"
-    write_executable(file, {"jax": "1"}, b"code")
+    file = as_path("gs://bucket/programs") / "step.executable"
+    write_executable(file, CacheKey({"jax": "1"}), b"code")
     assert [found.name for found in file.parent.glob("step*.executable")] == ["step.executable"]
-    assert read_executable(file, {"jax": "1"}) == b"code"
+    assert read_executable(file, CacheKey({"jax": "1"})) == b"code"
 
 
 @pytest.mark.usefixtures("bucket")
 def test_latents_are_kept_in_a_bucket():
-    folder = place("gs://bucket/latents")
+    folder = as_path("gs://bucket/latents")
     latents = np.arange(24, dtype=np.float32).reshape(2, 3, 2, 2)
     tensors = {"latents": latents, "ids": np.ones((2, 4), np.int32), "lengths": np.array([4, 3])}
     save_shard(shard_file(folder, 0), tensors)
@@ -110,7 +113,7 @@ def test_latents_are_kept_in_a_bucket():
 
 def test_a_folder_goes_to_a_bucket_when_it_is_whole(bucket):
     def write(*, fails):
-        with new_folder(place("gs://bucket/model")) as unfinished:
+        with new_folder(as_path("gs://bucket/model")) as unfinished:
             (unfinished / "vae").mkdir()
             (unfinished / "vae" / "config.json").write_text(json.dumps({"a": 1}))
             assert not fails, "stop"
@@ -128,16 +131,16 @@ def test_what_reads_disks_only_gets_a_copy(tmp_path):
     folder.mkdir()
     (folder / "a.txt").write_text("text")
     assert local_copy(folder / "a.txt") == folder / "a.txt"
-    copy_folder(folder, place("gs://bucket/copied"))
-    copy = local_copy(place("gs://bucket/copied/a.txt"))
-    assert not is_remote(copy)
+    copy_folder(folder, as_path("gs://bucket/copied"))
+    copy = local_copy(as_path("gs://bucket/copied/a.txt"))
+    assert not is_object_store(copy)
     assert (copy.suffix, copy.read_text()) == (".txt", "text")
 
 
 @pytest.mark.usefixtures("bucket")
 def test_storage_that_does_not_answer_is_a_problem_with_a_way_out():
-    assert remote_problem("output_dir", "gs://bucket/videos") is None
-    unknown = remote_problem("output_dir", "ftp://host/videos")
-    assert "must be a path on a disk or begin with one of gs://" in str(unknown)
-    missing = remote_problem("output_dir", "az://container/videos")
-    assert "pip install adlfs" in str(missing)
+    check_object_store("output_dir", "gs://bucket/videos")
+    with pytest.raises(ProblemsFound, match="must be a path on a disk or begin with one of gs://"):
+        check_object_store("output_dir", "ftp://host/videos")
+    with pytest.raises(ProblemsFound, match="pip install adlfs"):
+        check_object_store("output_dir", "az://container/videos")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import object_storage
 import pytest
 
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
+from tests import object_storage
 
 
 @jax.jit

@@ -1,11 +1,57 @@
-"""Progress bars: seen on a terminal of the first process, silent elsewhere."""
+"""Messages of the first process, and progress bars on its terminal; silent elsewhere."""
 
 import io
+import logging
+import subprocess
+import sys
 
 import jax
 import pytest
 
-from maxdiffusion.runtime.progress import bytes_bar, steps_bar
+from maxdiffusion.runtime.progress import bytes_bar, configure_logging, steps_bar
+
+logger = logging.getLogger("maxdiffusion.somewhere")
+
+
+@pytest.fixture(autouse=True)
+def restored_logging():
+    yield
+    configure_logging()
+
+
+def test_messages_go_to_stdout_as_plain_text(capsys):
+    configure_logging()
+    logger.info("wrote %s", "video.mp4")
+    logger.debug("a detail")
+    assert capsys.readouterr() == ("wrote video.mp4\n", "")
+
+
+def test_a_second_call_does_not_repeat_messages(capsys):
+    configure_logging()
+    configure_logging()
+    logger.info("once")
+    assert capsys.readouterr().out == "once\n"
+
+
+def test_other_processes_write_only_warnings(capsys):
+    configure_logging(first_process=False)
+    logger.info("message")
+    logger.warning("warning")
+    assert capsys.readouterr() == ("", "warning\n")
+
+
+def test_messages_of_other_packages_are_not_shown(capsys):
+    configure_logging()
+    logging.getLogger("elsewhere").info("message")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_logging_does_not_import_jax():
+    code = (
+        "import sys; from maxdiffusion.runtime.progress import configure_logging;"
+        "configure_logging(); sys.exit('jax' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 class Terminal(io.StringIO):

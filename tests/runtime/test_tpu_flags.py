@@ -1,9 +1,12 @@
-"""Flags of the TPU compiler: which are chosen, and who wins."""
+"""Flags of the TPU compiler: which are chosen, and which source overrides which."""
 
 import pytest
 
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.runtime.libtpu_flags import (
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.runtime.tpu_flags import (
+    CONTINUATION_FUSION_CHIPS,
+    FLAGS,
     PRESETS,
     Flag,
     Preset,
@@ -11,9 +14,9 @@ from maxdiffusion.runtime.libtpu_flags import (
     chosen_flags,
     describe_flags,
     find_chip,
+    preset_for,
     read_flags,
 )
-from maxdiffusion.runtime.problems import ProblemsFound
 
 
 def test_there_is_a_preset_for_every_chip():
@@ -52,7 +55,7 @@ def test_nothing_is_set_without_a_tpu():
 
 
 def test_what_is_no_flag_is_refused_before_libtpu_ends_the_run():
-    with pytest.raises(ProblemsFound, match="holds 'xla_tpu_a=1', which does not read like --name"):
+    with pytest.raises(ProblemsFound, match="contains 'xla_tpu_a=1', which is not of the form"):
         read_flags("--xla_b=1 xla_tpu_a=1", "libtpu_init_args")
 
 
@@ -90,7 +93,32 @@ def test_the_chip_is_read_from_the_bus(tmp_path):
 
 def test_a_preset_holds_a_flag_once():
     flag = Flag(name="xla_a", value="1", why="because")
-    with pytest.raises(ValueError, match="a flag stands twice"):
+    with pytest.raises(ValueError, match="duplicate flag"):
         Preset(chip="v6e", flags=(flag, flag))
-    with pytest.raises(ValueError, match="must read like --name=value"):
+    with pytest.raises(ValueError, match="must be of the form --name=value"):
         Flag(name="xla a", value="1", why="because")
+
+
+def test_continuation_fusion_is_set_only_where_libtpu_supports_it():
+    fused = {
+        chip
+        for chip, preset in PRESETS.items()
+        for name in preset.values
+        if name.startswith("xla_tpu_enable_async_collective_fusion")
+    }
+    assert fused == CONTINUATION_FUSION_CHIPS == {"v5e"}
+
+
+@pytest.mark.parametrize("chip", PRESETS)
+def test_a_preset_has_every_flag_that_is_known_for_its_chip_and_no_other(chip):
+    assert set(PRESETS[chip].flags) == {flag for flag in FLAGS if chip in flag.chips}
+
+
+def test_a_flag_for_other_chips_is_left_out_or_refused():
+    flag = Flag(name="xla_a", value="1", why="because", chips=frozenset({"v5e"}))
+    assert preset_for("v6e", [flag]).flags == ()
+    assert preset_for("v5e", [flag]).flags == (flag,)
+    with pytest.raises(ValueError, match="not known to work there: xla_a"):
+        Preset(chip="v6e", flags=(flag,))
+    with pytest.raises(ValueError, match="unknown chips v9"):
+        Flag(name="xla_a", value="1", why="because", chips=frozenset({"v9"}))

@@ -4,10 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxdiffusion.commands.read_profile import table
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
-from maxdiffusion.runtime.traces import HostProfile, _on_device, read_profiles, scope_of
+from maxdiffusion.runtime.traces import HostProfile, _on_device, read_profiles, scope_of, table
 
 
 @jax.jit
@@ -49,7 +48,7 @@ def test_seconds_go_to_the_scopes_they_were_spent_in(folder):
 
 
 def test_a_folder_without_traces_is_refused(tmp_path):
-    with pytest.raises(ProblemsFound, match="holds no host_N folders"):
+    with pytest.raises(ProblemsFound, match="contains no host_N folders"):
         read_profiles(tmp_path)
 
 
@@ -92,14 +91,14 @@ def host(name: str, **scopes: float) -> HostProfile:
 
 
 def test_hosts_stand_side_by_side_and_one_that_waits_is_not_the_slowest():
-    waiting = host("host_0", blocks__ffn__mlp=0.1, blocks__self_attention__exchange=0.3)
-    working = host("host_1", blocks__ffn__mlp=0.2, blocks__self_attention__exchange=0.1)
+    waiting = host("host_0", blocks__ffn__mlp=0.1, blocks__self_attention__collective=0.3)
+    working = host("host_1", blocks__ffn__mlp=0.2, blocks__self_attention__collective=0.1)
     lines = table([waiting, working]).splitlines()
     assert lines[0].split()[-2:] == ["host_0", "host_1"]
-    assert lines[2].split() == ["blocks/self_attention/exchange", "300.000", "100.000"]
+    assert lines[2].split() == ["blocks/self_attention/collective", "300.000", "100.000"]
     assert lines[3].split() == ["blocks/ffn/mlp", "100.000", "200.000"]
     assert lines[-1] == (
-        "3 steps on 8 devices; slowest host: host_1, 200.000 ms of a step outside exchanges"
+        "3 steps on 8 devices; slowest host: host_1, 200.000 ms of a step outside collectives"
     )
 
 

@@ -1,9 +1,12 @@
-"""Video files: written, read back, and never half there."""
+"""Video files: written, read back, and never partial."""
 
 import json
+import resource
 import stat
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 
@@ -11,6 +14,8 @@ from maxdiffusion.runtime import video
 from maxdiffusion.runtime.video import (
     VideoError,
     VideoMetadata,
+    measure_video,
+    read_clip,
     read_metadata,
     read_video,
     to_bytes,
@@ -128,20 +133,27 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
 
 
 @pytest.fixture
-def failing_ffmpeg(tmp_path, monkeypatch):
-    script = tmp_path / "bin" / "ffmpeg"
-    script.parent.mkdir()
-    script.write_text("#!/bin/sh\necho 'No space left on device' >&2\nexit 1\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(video.imageio_ffmpeg, "get_ffmpeg_exe", lambda: str(script))
+def small_files():
+    """Limits files to 4 KiB: writes beyond fail, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.usefixtures("failing_ffmpeg")
-def test_what_ffmpeg_says_is_told_and_nothing_is_left(tmp_path):
-    folder = tmp_path / "videos"
-    with pytest.raises(VideoError, match=r"a\.mp4.*No space left on device"):
-        write_video(folder / "a.mp4", np.zeros((50, 256, 256, 3), np.uint8), fps=16)
-    assert list(folder.iterdir()) == []
+@pytest.mark.usefixtures("small_files")
+def test_a_disk_error_is_reported_and_nothing_is_left(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (20, 64, 64, 3), np.uint8)
+    with pytest.raises(VideoError, match=r"a\.mp4: FFmpeg could not write it: File too large"):
+        write_video(tmp_path / "a.mp4", noise, fps=16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_encoder_that_is_missing_is_reported(tmp_path, monkeypatch):
+    monkeypatch.setattr(video, "CODEC", "no_such_codec")
+    with pytest.raises(VideoError, match=r"a\.mp4.*no_such_codec"):
+        write_video(tmp_path / "a.mp4", moving_ramp(1), fps=16)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("shape", [(48, 64, 3), (5, 48, 64), (5, 48, 64, 4), (0, 48, 64, 3)])
@@ -163,3 +175,93 @@ def test_unreadable_files_are_named(tmp_path, read):
     (tmp_path / "text.mp4").write_text("not a video")
     with pytest.raises(VideoError, match=r"text\.mp4"):
         read(Path(tmp_path / "text.mp4"))
+
+
+def test_a_file_without_video_is_named(tmp_path):
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=44100)
+        container.mux(stream.encode(None))
+    with pytest.raises(VideoError, match=r"sound\.mp4"):
+        measure_video(tmp_path / "sound.mp4")
+
+
+def disc(frames=9, rows=64, columns=48):
+    """A red disc that moves over white, as the model in the package draws it."""
+    y, x = np.mgrid[0:rows, 0:columns]
+    inside = [np.hypot(y - 30, x - 14 - 2 * t) < 10 for t in range(frames)]
+    clip = np.where(np.stack(inside)[..., None], (220, 40, 30), 255)
+    return (
+        (clip + np.random.default_rng(0).integers(-9, 1, clip.shape)).clip(0, 255).astype("uint8")
+    )
+
+
+@pytest.mark.parametrize("frames", [moving_ramp(), disc()], ids=["ramp", "disc"])
+def test_the_same_frames_give_the_same_file(tmp_path, frames):
+    files = set()
+    for _ in range(12):
+        write_video(tmp_path / "video.mp4", frames, fps=8)
+        files.add((tmp_path / "video.mp4").read_bytes())
+    assert len(files) == 1
+
+
+def test_the_stream_is_h264_in_bt709(tmp_path):
+    write_video(tmp_path / "a.mp4", moving_ramp(20), fps=23.976)
+    with av.open(str(tmp_path / "a.mp4")) as container:
+        (stream,) = container.streams
+        context = stream.codec_context
+        assert (context.name, context.pix_fmt) == ("h264", "yuv420p")
+        assert (context.colorspace, context.color_range, context.color_trc) == (1, 1, 1)
+        assert stream.average_rate == Fraction(23976, 1000)
+        key_frames = [packet.is_keyframe for packet in container.demux(stream) if packet.size]
+    assert key_frames == [True] + [False] * 19
+
+
+def turned(source: Path, target: Path, degrees: int) -> Path:
+    """Copies a video and marks it as filmed with the camera turned counterclockwise."""
+    with av.open(str(source)) as read, av.open(str(target), "w") as written:
+        stream = written.add_stream_from_template(read.streams.video[0])
+        stream.set_display_rotation(degrees)
+        for packet in read.demux(read.streams.video[0]):
+            if packet.size:
+                packet.stream = stream
+                written.mux(packet)
+    return target
+
+
+@pytest.mark.parametrize("degrees", [90, 180, -90])
+def test_a_turned_video_is_read_upright(tmp_path, degrees):
+    frames = moving_ramp(3)
+    write_video(tmp_path / "a.mp4", frames, fps=16)
+    file = turned(tmp_path / "a.mp4", tmp_path / "b.mp4", degrees)
+    plain, _ = read_video(tmp_path / "a.mp4")
+    upright = np.rot90(plain, degrees // 90, axes=(1, 2))
+    assert measure_video(file) == upright.shape[:3]
+    found, _ = read_video(file)
+    assert found.shape == upright.shape
+    # Chroma is interpolated before or after the turn.
+    assert np.abs(found.astype(int) - upright).mean() < 1
+    clip = read_clip(file, frames=2, height=upright.shape[1], width=upright.shape[2])
+    plain = read_clip(tmp_path / "a.mp4", frames=2, height=48, width=64)
+    assert np.abs(clip.astype(int) - np.rot90(plain, degrees // 90, axes=(1, 2))).mean() < 1
+
+
+def test_a_clip_covers_its_size_and_is_cropped_at_the_centre(tmp_path):
+    frames = np.zeros((4, 32, 96, 3), np.uint8)
+    frames[:, :, 32:64] = 255
+    write_video(tmp_path / "a.mp4", frames, fps=16)
+    clip = read_clip(tmp_path / "a.mp4", frames=3, height=16, width=16)
+    assert clip.shape == (3, 16, 16, 3)
+    assert clip[:, :, 2:-2].min() > 240
+    assert len(read_clip(tmp_path / "a.mp4", frames=9, height=16, width=16)) == 4
+
+
+def test_a_damaged_packet_costs_its_own_frames_only(tmp_path):
+    noise = np.random.default_rng(0).integers(0, 255, (30, 64, 64, 3), np.uint8)
+    write_video(tmp_path / "a.mp4", noise, fps=16)
+    data = (tmp_path / "a.mp4").read_bytes()
+    (tmp_path / "b.mp4").write_bytes(data[: len(data) // 2])
+    assert measure_video(tmp_path / "b.mp4")[1:] == (64, 64)
+    whole, _ = read_video(tmp_path / "a.mp4")
+    found, _ = read_video(tmp_path / "b.mp4")
+    assert 0 < len(found) < 30
+    np.testing.assert_array_equal(found[0], whole[0])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from jax._src.clusters.cloud_tpu_cluster import coordinator_port
 
-from maxdiffusion.config.loading import read_config
+from maxdiffusion.config.load import read_config
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "scripts" / "multihost"
@@ -63,14 +63,14 @@ def test_the_manifest_runs_what_the_config_knows():
     _, pod = pod_of(MANIFEST)
     (container,) = pod["containers"]
     config, *overrides = container["args"]
-    reading = read_config([str(ROOT / config), *overrides])
-    assert not reading.problems
+    parsed = read_config([str(ROOT / config), *overrides])
+    assert not parsed.problems
     mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"/bucket"}
-    assert reading.config.output_dir.startswith("/bucket/")
+    assert parsed.config.output_dir.startswith("/bucket/")
     assert {volume["name"] for volume in pod["volumes"]} == {"bucket"}
     # Sixteen devices of a 2x2x2 slice, two on a chip.
-    assert reading.config.ici_data_parallelism * reading.config.ici_context_parallelism == 16
+    assert parsed.config.ici_data_parallelism * parsed.config.ici_context_parallelism == 16
 
 
 def test_the_manifest_opens_the_port_where_jax_meets():

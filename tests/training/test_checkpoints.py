@@ -9,15 +9,15 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
-import object_storage
 import pytest
-from training import toy_run
 
-from maxdiffusion.runtime.places import place
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.runtime.files import as_path
 from maxdiffusion.training.checkpoints import Checkpoints, fingerprints
-from maxdiffusion.training.loop import LossNotFinite
-from maxdiffusion.training.state import first_state
+from maxdiffusion.training.run import LossNotFinite
+from maxdiffusion.training.step import first_state
+from tests import object_storage
+from tests.training import toy_run
 
 STEPS = 14
 
@@ -47,6 +47,7 @@ def end_process_at(folder, step, how):
     return running.returncode, rest
 
 
+@pytest.mark.slow
 def test_killed_and_continued_is_bit_for_bit_the_same(whole, tmp_path):
     code, _ = end_process_at(tmp_path, 10, signal.SIGKILL)
     assert code == -signal.SIGKILL
@@ -59,6 +60,7 @@ def test_killed_and_continued_is_bit_for_bit_the_same(whole, tmp_path):
     assert end == whole
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_says_so(whole, tmp_path):
     code, said = end_process_at(tmp_path, 5, signal.SIGTERM)
     assert code == 7
@@ -69,12 +71,13 @@ def test_sigterm_saves_and_says_so(whole, tmp_path):
     assert toy_run.summary(state) == whole
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_a_bucket(whole, tmp_path, monkeypatch):
     with object_storage.served(tmp_path) as variables:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         object_storage.use_buckets()
-        folder = place("gs://bucket/run")
+        folder = as_path("gs://bucket/run")
         toy_run.run(folder, 9)
         flip(largest_file(tmp_path / "bucket" / "run" / "9" / "state"))
         state, said = toy_run.run(folder, STEPS)
@@ -97,6 +100,7 @@ def cut(file):
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [flip, cut, Path.unlink])
 def test_a_damaged_newest_gives_way_to_the_one_before(whole, tmp_path, damage, capfd):
     toy_run.run(tmp_path, 9)
@@ -118,6 +122,7 @@ def test_a_checkpoint_without_a_list_of_its_files_is_read(whole, tmp_path):
     assert toy_run.summary(state) == whole
 
 
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_last_whole_checkpoint(whole, tmp_path):
     toy_run.run(tmp_path, 4)
     # In a process of its own: orbax leaves writes behind that fail in threads of their own.

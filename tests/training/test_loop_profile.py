@@ -2,13 +2,13 @@
 
 import jax
 import pytest
-from training import toy_run
 
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
-from maxdiffusion.training.data import Batches, Order
-from maxdiffusion.training.loop import Loop, LoopPlan
+from maxdiffusion.training.data.batches import Batches, Order
+from maxdiffusion.training.run import Loop, LoopPlan
 from maxdiffusion.training.step import make_step
+from tests.training import toy_run
 
 
 def traced_steps(folder) -> list[int]:

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.schedulers import UniPC
-from maxdiffusion.training.flow_matching import (
+from maxdiffusion.diffusion import UniPC
+from maxdiffusion.training.loss import (
     BellWeighting,
     BucketLosses,
     EvenWeighting,
@@ -56,11 +56,11 @@ def test_levels_stay_inside_and_cover_every_part():
 @pytest.mark.parametrize("weighting", [EvenWeighting(), BellWeighting(shift=3.0)])
 def test_a_weight_does_not_depend_on_the_batch(weighting):
     levels = NoiseLevels(shift=3.0).draw(KEY, 32)
-    together = np.asarray(weighting(levels))
+    run_distributed = np.asarray(weighting(levels))
     alone = [float(weighting(levels[i : i + 1])[0]) for i in range(32)]
-    np.testing.assert_allclose(together, alone, rtol=1e-6)
+    np.testing.assert_allclose(run_distributed, alone, rtol=1e-6)
     assert np.isfinite(alone).all()
-    assert (together > 0).all()
+    assert (run_distributed > 0).all()
     assert float(np.mean(weighting(NoiseLevels(shift=3.0).draw(KEY, 4096)))) == pytest.approx(
         1, abs=0.01
     )

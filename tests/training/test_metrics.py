@@ -6,9 +6,8 @@ import jax.numpy as jnp
 import pytest
 
 from maxdiffusion.models.wan import wan_2_2_t2v_a14b
-from maxdiffusion.training.flops import forward_flops, step_work
-from maxdiffusion.training.flow_matching import BucketLosses
-from maxdiffusion.training.metrics import Figures, MetricsWriter, Work
+from maxdiffusion.training.loss import BucketLosses
+from maxdiffusion.training.metrics import Figures, MetricsWriter, Work, forward_flops, step_work
 
 
 def figures(step):

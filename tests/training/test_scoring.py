@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
-from maxdiffusion.training.clips import (
+from maxdiffusion.training.data.synthetic import (
     BACKGROUNDS,
     COLOURS,
     MOTIONS,
@@ -18,6 +18,7 @@ from maxdiffusion.training.clips import (
     render,
 )
 from maxdiffusion.training.scoring import compare, read_clip, score
+from tests.marking import slow_except
 
 FORMATS = {"one": ClipFormat(), "two": ClipFormat(pair_share=1.0), "long": ClipFormat(frames=17)}
 
@@ -29,7 +30,7 @@ def marks(scene, wanted=None, *, frames=9, blur=0.0, noise=0.0, seed=0):
     return score(np.clip(clip, 0, 255).astype(np.uint8), wanted or scene)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", slow_except(["one"], FORMATS))
 def test_true_clips_get_all_marks(name):
     clip = FORMATS[name]
     drawn = [draw_scene(clip, Pool.ALL, seed=5, index=index) for index in range(120)]

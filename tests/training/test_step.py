@@ -6,7 +6,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training.tiny_training import (
+
+from maxdiffusion.attention import AttentionOptions, UnsupportedAttention
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.training.loss import (
+    ClipBatch,
+    ExpertSchedule,
+    NoiseLevels,
+    Remat,
+    RematPolicy,
+    TrainedExperts,
+)
+from maxdiffusion.training.step import Clipping, Decay, LearningRate, first_state, make_step
+from maxdiffusion.training.text import TEXT_ENCODER
+from maxdiffusion.training.wan import BatchShape, BucketedTraining, WanTraining
+from tests.training.tiny_training import (
     CLIPS,
     LATENT,
     TRANSFORMER,
@@ -18,19 +32,6 @@ from training.tiny_training import (
     state_of,
     training,
 )
-
-from maxdiffusion.attention import AttentionOptions, UnsupportedAttention
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
-from maxdiffusion.training.flow_matching import NoiseLevels
-from maxdiffusion.training.optimiser import Clipping, Decay, LearningRate
-from maxdiffusion.training.remat import Remat, RematPolicy
-from maxdiffusion.training.sized_steps import SizedTraining
-from maxdiffusion.training.state import first_state
-from maxdiffusion.training.step import make_step
-from maxdiffusion.training.text import TEXT_ENCODER
-from maxdiffusion.training.wan_loss import ClipBatch
-from maxdiffusion.training.wan_training import BatchShape, WanTraining
 
 # Sums in float32 in another order: a loss is a mean over 1,000 values, each from a network of
 # depth 2, so that some 50 roundings of 6e-8 remain below this.
@@ -58,6 +59,7 @@ def test_an_attention_without_gradient_is_refused_before_the_first_step():
     assert short.block_attention.self_attention.runs == "dot_product"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "sizes"),
     [
@@ -75,6 +77,7 @@ def test_losses_are_the_same_on_one_device_and_eight(losses_alone, attention, si
     assert held * sizes.get("fsdp", 1) * sizes.get("tensor", 1) == kernel.size
 
 
+@pytest.mark.slow
 def test_training_learns_the_same_each_time(alone):
     run, step = alone
     ends = []
@@ -101,7 +104,7 @@ def gradients():
 
     def under(policy):
         run = training(remat=policy)
-        values, part = state_of(run).values[EXPERT], run.parts[EXPERT]
+        values, part = state_of(run).values[EXPERT], run.models[EXPERT]
         latents = jnp.asarray(batch_of(0).latents)
         rows = jnp.ones((len(latents), run.batch.caption_tokens + 1, 16))
 
@@ -115,6 +118,7 @@ def gradients():
                         model.text_keys_values(rows),
                         attention=run.block_attention,
                         layout=run.layout,
+                        wrap_block=policy.wrap_block,
                     )
                 )
             )
@@ -127,6 +131,7 @@ def gradients():
     return under
 
 
+@pytest.mark.slow
 def test_remat_changes_what_is_kept_and_not_the_gradient(gradients):
     plain, most = gradients(RematPolicy())
     kept = {}
@@ -145,19 +150,20 @@ def test_unknown_names_of_remat_are_refused():
         RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))
 
 
+@pytest.mark.slow
 def test_each_size_of_clips_has_its_own_step(monkeypatch):
     def named(self, name):
         return lambda state, batch: (name, self.batch.latent, self.block_attention)
 
     monkeypatch.setattr(WanTraining, "step", named)
-    sized = SizedTraining(training=training(), latents=[LATENT, (3, 2, 4)])
-    step = sized.step(EXPERT)
+    buckets = BucketedTraining(training=training(), latents=[LATENT, (3, 2, 4)])
+    step = buckets.bucketed_step(EXPERT)
     for latent, tokens in ((LATENT, 8), ((3, 2, 4), 6)):
         batch = ClipBatch(latents=np.zeros((CLIPS, *latent, 4)), captions=None)
         name, planned, attention = step(None, batch)
         assert (name, planned) == (EXPERT, latent)
         assert attention.self_attention.problem.q_len == tokens
-        assert sized.work_of(batch).tokens == CLIPS * tokens
+        assert buckets.work_of(batch).tokens == CLIPS * tokens
 
 
 def test_experts_take_turns_by_the_share_of_their_levels():
@@ -167,6 +173,7 @@ def test_experts_take_turns_by_the_share_of_their_levels():
     assert {*turns[:8]} == {"transformer", "transformer_2"}
 
 
+@pytest.mark.slow
 def test_a_step_of_one_expert_leaves_the_other_alone():
     schedule = ExpertSchedule(levels=NoiseLevels(shift=3.0), boundary=0.875)
     run = training(experts=schedule, text_rate=0.5, dtype=jnp.dtype(jnp.bfloat16))
@@ -184,7 +191,7 @@ def test_a_step_of_one_expert_leaves_the_other_alone():
 
 def quadratic(values, batch, key):
     """A loss without a network: how far `w` is from the rows."""
-    error = values["toy"]["w"] - batch
+    error = values["toy"]["w"][None] - batch
     return jnp.mean(jnp.square(error)), {"rows": jnp.float32(batch.shape[0])}
 
 
@@ -193,6 +200,7 @@ def toy_state(rule, start=(1.0, 2.0, 3.0)):
     return first_state({"toy": {"w": jnp.array(start)}}, rule, seed=0, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_pieces_give_the_gradient_of_the_whole_batch():
     rule = optimiser()
     rows = jnp.asarray(np.random.default_rng(0).standard_normal((8, 3)), jnp.float32)

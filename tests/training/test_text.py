@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training.tiny_training import CAPTION_TOKENS, state_of, training
 
 from maxdiffusion.attention import AttentionProblem, plan_cross_attention
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.training.parts import Part
+from maxdiffusion.models.abstract import AbstractModel
 from maxdiffusion.training.text import (
     TEXT_ENCODER,
     Captions,
@@ -16,6 +15,7 @@ from maxdiffusion.training.text import (
     RepeatedRowAttention,
     padded_ids,
 )
+from tests.training.tiny_training import CAPTION_TOKENS, state_of, training
 
 
 def plan(keys):
@@ -25,21 +25,24 @@ def plan(keys):
     return plan_cross_attention("dot_product", problem, single_device_mesh())
 
 
+@pytest.mark.slow
 def test_one_row_that_counts_is_as_many_rows():
     draws = [jax.random.normal(jax.random.key(n), (2, 5 if n == 0 else 4, 2, 8)) for n in range(3)]
     q, k, v = draws
     long_k, long_v = (jnp.concatenate([x[:, :3], *[x[:, 3:]] * 9], axis=1) for x in (k, v))
     whole = plan(12)(q, long_k, long_v)
-    short = RepeatedRowAttention.of(plan(4), 9)(q, k, v)
+    short = RepeatedRowAttention(plan=plan(4), repeats=9)(q, k, v)
     np.testing.assert_allclose(short, whole, atol=1e-6)  # sums of 12 terms below 3 in float32
-    with pytest.raises(ValueError, match="at least one"):
-        RepeatedRowAttention.of(plan(4), 0)
+    with pytest.raises(ValueError, match="at least 1"):
+        RepeatedRowAttention(plan=plan(4), repeats=0)
 
 
 def test_rows_end_in_zeros_and_dropped_captions_are_the_empty_one():
     run = training()
     values = state_of(run).values
-    reader = EncodedCaptions(encoder=Part.of(run.build_text_encoder), empty=(1,), dropout=0.5)
+    reader = EncodedCaptions(
+        encoder=AbstractModel.of(run.build_text_encoder), empty=(1,), dropout=0.5
+    )
     captions = Captions(
         ids=jnp.asarray(padded_ids([(5, 6, 7, 1)] * 64, CAPTION_TOKENS)),
         lengths=jnp.full(64, 4),
@@ -47,7 +50,7 @@ def test_rows_end_in_zeros_and_dropped_captions_are_the_empty_one():
     rows = np.asarray(reader(values, captions, jax.random.key(0)))
     assert rows.shape == (64, CAPTION_TOKENS + 1, 16)
     assert not rows[:, 4:].any()
-    empty = run.parts[TEXT_ENCODER].merge(values[TEXT_ENCODER])(
+    empty = run.models[TEXT_ENCODER].merge(values[TEXT_ENCODER])(
         jnp.asarray([[1]]), jnp.asarray([[1]])
     )
     dropped = ~rows[:, 1].any(axis=-1)

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from maxdiffusion import preprocess_wan, train_wan
-from maxdiffusion.commands import training_data
-from maxdiffusion.commands.training_data import SHARD, model_hash
-from maxdiffusion.pipelines.prompts import PromptTokenizer
+from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.runtime.video import read_video, write_video
-from maxdiffusion.training.clips import ClipFormat
-from maxdiffusion.training.latent_cache import CachePlan, fill_cache
-from maxdiffusion.training.sources import SyntheticClips
-from maxdiffusion.weights.safetensors_index import open_weights
+from maxdiffusion.training.data import store as training_data
+from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
+from maxdiffusion.training.data.store import SHARD, model_hash
+from maxdiffusion.training.data.synthetic import ClipFormat
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
 CONFIG = Path(__file__).parents[2] / "configs" / "train_embedded.yml"
@@ -67,6 +67,7 @@ def read_steps(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_trains_continues_and_writes_a_model(cache, tmp_path, capsys):
     assert train_wan.main(arguments(tmp_path, "max_train_steps=2")) == 0
     model = tmp_path / "model"
@@ -90,7 +91,7 @@ def test_trains_continues_and_writes_a_model(cache, tmp_path, capsys):
     _, spec = open_wan_folder(model)
     assert spec.transformer == open_wan_folder(MODEL)[1].transformer
     for part in ("transformer", "text_encoder"):
-        new, old = (open_weights(folder / part)[0] for folder in (model, MODEL))
+        new, old = (open_weights(folder / part) for folder in (model, MODEL))
         shapes = [{name: t.shape for name, t in held.tensors.items()} for held in (new, old)]
         assert shapes[0] == shapes[1]
 
@@ -161,6 +162,7 @@ def videos(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_videos_of_two_sizes_train_on_stored_text(videos, tmp_path, capsys, monkeypatch):
     def quick(folder, spec):
         """Noise instead of an autoencoder, which is quicker."""

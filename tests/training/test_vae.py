@@ -4,12 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training.tiny_training import drawn_values, mesh_of, optimiser
 
 from maxdiffusion.models.vae import ALL_FRAMES, WanVaeConfig
-from maxdiffusion.training.optimiser import LearningRate
-from maxdiffusion.training.state import first_state
-from maxdiffusion.training.vae_training import (
+from maxdiffusion.training.step import LearningRate, first_state
+from maxdiffusion.training.vae import (
     VAE,
     VaeTraining,
     as_pictures,
@@ -18,6 +16,7 @@ from maxdiffusion.training.vae_training import (
     peak_signal,
     with_statistics,
 )
+from tests.training.tiny_training import drawn_values, mesh_of, optimiser
 
 CONFIG = WanVaeConfig(
     base_dim=4,
@@ -38,19 +37,20 @@ def training():
 
 @pytest.fixture(scope="module")
 def values(training):
-    drawn = drawn_values(training.part, training.mesh, 0)
+    drawn = drawn_values(training.model, training.mesh, 0)
     fixed = {"gamma": jnp.ones_like, "bias": jnp.zeros_like}  # as fresh parameters have them
     begun = {path: fixed.get(path.split(".")[-1], jnp.asarray)(v) for path, v in drawn.items()}
     return {path: first_bias(path, as_pictures(path, value)) for path, value in begun.items()}
 
 
+@pytest.mark.slow
 def test_a_clip_begins_as_its_pictures(training, values):
     """Frames are decoded as if each stood alone, and steps in time repeat or pick a frame."""
     video = jax.random.uniform(jax.random.key(0), (1, 3, 8, 8, 3), minval=-1)
 
     @jax.jit
     def run(values, video):
-        vae = training.part.merge(values)
+        vae = training.model.merge(values)
         latents = vae.encode(video, chunk=ALL_FRAMES)
         return latents.mean, latents.log_variance, vae.decode(latents.mean, chunk=ALL_FRAMES)
 
@@ -65,6 +65,7 @@ def test_a_clip_begins_as_its_pictures(training, values):
     assert float(jnp.mean(log_variance)) < -3
 
 
+@pytest.mark.slow
 def test_it_learns(training, values):
     state = first_state({VAE: values}, training.optimiser, seed=0, mesh=training.mesh)
     video = np.zeros((2, 3, 8, 8, 3), np.uint8)

@@ -6,16 +6,19 @@ import numpy as np
 from flax import nnx
 
 from maxdiffusion.mesh import MeshShape, build_mesh, single_device_mesh
+from maxdiffusion.models.abstract import dotted
 from maxdiffusion.models.umt5 import Umt5Config
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.training.experts import ExpertSchedule, TrainedExperts
-from maxdiffusion.training.flow_matching import EvenWeighting, NoiseLevels
-from maxdiffusion.training.optimiser import Clipping, LearningRate, Optimiser
-from maxdiffusion.training.parts import dotted
-from maxdiffusion.training.state import first_state, place_values
+from maxdiffusion.training.loss import (
+    ClipBatch,
+    EvenWeighting,
+    ExpertSchedule,
+    NoiseLevels,
+    TrainedExperts,
+)
+from maxdiffusion.training.step import Clipping, LearningRate, Optimiser, first_state, place_values
 from maxdiffusion.training.text import Captions
-from maxdiffusion.training.wan_loss import ClipBatch
-from maxdiffusion.training.wan_training import BatchShape, Tokens, WanTraining
+from maxdiffusion.training.wan import BatchShape, Tokens, WanTraining
 
 TRANSFORMER = WanTransformerConfig(
     layers=2,
@@ -66,7 +69,7 @@ def training(**changes):
 def drawn_values(part, mesh, seed):
     """Parameters drawn by numpy, which compiles nothing."""
     rng = np.random.default_rng(seed)
-    shapes = {dotted(path): leaf.shape for path, leaf in nnx.to_flat_state(part.variables)}
+    shapes = {dotted(path): leaf.shape for path, leaf in nnx.to_flat_state(part.parameters)}
     values = {
         path: rng.standard_normal(shape).astype(np.float32) * 0.3 + path.endswith("scale")
         for path, shape in shapes.items()
@@ -77,7 +80,7 @@ def drawn_values(part, mesh, seed):
 def state_of(run, seed=0):
     values = {
         name: drawn_values(part, run.mesh, seed + place)
-        for place, (name, part) in enumerate(run.parts.items())
+        for place, (name, part) in enumerate(run.models.items())
     }
     return first_state(values, run.optimiser, seed=seed, mesh=run.mesh)
 

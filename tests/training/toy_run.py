@@ -6,6 +6,7 @@ prints every step, and the end as JSON.
 """
 
 import json
+import logging
 import resource
 import sys
 import time
@@ -14,14 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.runtime.problems import RunFailed
 from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
-from maxdiffusion.training.data import Batches, Order
-from maxdiffusion.training.loop import Loop, LoopPlan
-from maxdiffusion.training.optimiser import Decay, LearningRate, Optimiser
-from maxdiffusion.training.state import first_state
-from maxdiffusion.training.step import make_step
+from maxdiffusion.training.data.batches import Batches, Order
+from maxdiffusion.training.run import Loop, LoopPlan
+from maxdiffusion.training.step import Decay, LearningRate, Optimiser, first_state, make_step
 
 RULE = Optimiser(learning_rate=LearningRate(peak=0.01, steps=40, decay=Decay.COSINE))
 WIDTH = 64
@@ -48,10 +47,23 @@ def start():
     return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=single_device_mesh())
 
 
+class Messages(logging.Handler):
+    """Collects the messages of a logger."""
+
+    def __init__(self, found):
+        super().__init__()
+        self._found = found
+
+    def emit(self, record):
+        self._found.append(record.getMessage())
+
+
 def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_loss, every=4):
     """Trains from the newest checkpoint in `folder`; returns the end and what was said."""
     said = []
-    checkpoints = Checkpoints(folder, keep=3, say=said.append)
+    logger, messages = logging.getLogger("maxdiffusion.training.checkpoints"), Messages(said)
+    logger.addHandler(messages)
+    checkpoints = Checkpoints(folder, keep=3)
     batches = Batches(Rows(), Order(batch=8, seed=2))
     state = start()
     restored = checkpoints.restore(state)
@@ -70,6 +82,7 @@ def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_l
         return loop.run(state), said
     finally:
         checkpoints.close()
+        logger.removeHandler(messages)
 
 
 def summary(state):

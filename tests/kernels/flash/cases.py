@@ -10,21 +10,21 @@ from jax import Array
 from maxdiffusion.kernels.flash import (
     Exponent,
     FixedM,
-    FlashBlocks,
     FlashOptions,
     flash_attention,
     reference_attention,
     smooth_keys,
 )
-from maxdiffusion.kernels.flash.inputs import attended_keys
+from maxdiffusion.kernels.flash.api import attended_keys
+from maxdiffusion.kernels.tpu import BlockSizes
 
 UNIT = {"float32": 2.0**-24, "bfloat16": 2.0**-9}
 """Half the spacing of numbers near one."""
 
 
-def small_blocks(heads_per_tile: int = 1, block_q: int = 128) -> FlashBlocks:
+def small_blocks(heads_per_tile: int = 1, block_q: int = 128) -> BlockSizes:
     """Returns the least tiles: several blocks of everything at two hundred tokens."""
-    return FlashBlocks(
+    return BlockSizes(
         block_q=block_q,
         block_kv=128,
         block_kv_compute=128,
@@ -44,7 +44,7 @@ class Case:
     kv_heads: int = 2
     head_dim: int = 128
     dtype: str = "float32"
-    blocks: FlashBlocks = field(default_factory=small_blocks)
+    blocks: BlockSizes = field(default_factory=small_blocks)
     options: FlashOptions = field(default_factory=lambda: FlashOptions(interpret=True))
     lengths: tuple[int, ...] | None = None
     masked: bool = False

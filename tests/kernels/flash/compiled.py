@@ -12,7 +12,6 @@ from typing import Any
 
 from maxdiffusion.kernels.flash import (
     FixedM,
-    FlashBlocks,
     FlashOptions,
     FlashShape,
     KernelPlan,
@@ -20,6 +19,7 @@ from maxdiffusion.kernels.flash import (
     Product,
     plan_kernel,
 )
+from maxdiffusion.kernels.tpu import BlockSizes
 
 TABLE = Path(__file__).with_name("compiler_vmem.csv")
 TOKENS = 75_600
@@ -59,8 +59,8 @@ def _figure(row: dict[str, str]) -> Figure:
         head_dim=int(row["head_dim"]),
         dtype=row["dtype"],
     )
-    compute = int(row["block_q_compute"]) if row["block_q_compute"] else None
-    blocks = FlashBlocks(**{name: int(row[name]) for name in BLOCKS}, block_q_compute=compute)
+    compute = int(row["block_q_compute"]) if row["block_q_compute"] else 0
+    blocks = BlockSizes(**{name: int(row[name]) for name in BLOCKS}, block_q_compute=compute)
     softmax = FixedM() if row["softmax"] == "fixed-m" else Online()
     product = Product.FP8 if row["softmax"] == "online, fp8" else Product.NATIVE
     options = FlashOptions(softmax=softmax, product=product, chip=row["chip"])
@@ -76,9 +76,9 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    from maxdiffusion.kernels.flash import FixedMBounds, Partials
-    from maxdiffusion.kernels.flash.call import run
-    from maxdiffusion.kernels.flash.inputs import kernel_inputs
+    from maxdiffusion.kernels.flash import FixedMBounds
+    from maxdiffusion.kernels.flash.api import kernel_inputs, pallas_call
+    from maxdiffusion.kernels.reference import Partials
 
     mesh = Mesh(np.array([device]), ("x",))
     shape, where = plan.shape, NamedSharding(mesh, PartitionSpec())
@@ -87,7 +87,8 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
         return jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=where)
 
     def call(qkv: Any, *others: Any) -> Any:
-        return run(plan, kernel_inputs(plan, qkv, *others))
+        inputs = kernel_inputs(plan, qkv, *others)
+        return pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
 
     keys = array(shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
     rows = -(-shape.kv_len // 32) * 32 // plan.keys_per_row
@@ -121,12 +122,8 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
 
 def main(chip: str, rows: list[str]) -> None:
     """Compiles rows of the table for a chip and prints their bytes."""
-    from maxdiffusion.preflight.chips import CHIPS
-    from maxdiffusion.preflight.topology import (
-        describe_devices,
-        prepare_environment,
-        topology_of_size,
-    )
+    from maxdiffusion.costs.chips import CHIPS, topology_of_size
+    from maxdiffusion.preflight.devices import describe_devices, prepare_environment
 
     topology = topology_of_size(CHIPS[chip], 4 * CHIPS[chip].devices_per_chip)
     prepare_environment(topology)

@@ -3,19 +3,14 @@
 import jax.numpy as jnp
 import pytest
 
-from maxdiffusion.kernels.flash import (
-    FixedM,
-    FlashBlocks,
-    FlashOptions,
-    FlashShape,
-    UnsupportedFlash,
-    plan_kernel,
-)
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.kernels.flash import FixedM, FlashOptions, FlashShape, plan_kernel
+from maxdiffusion.kernels.tpu import BlockSizes
 
 
-def blocks(**changes: object) -> FlashBlocks:
+def blocks(**changes: object) -> BlockSizes:
     sizes = {"block_q": 1024, "block_kv": 1024, "block_kv_compute": 512, "block_kv_compute_in": 256}
-    return FlashBlocks(**(sizes | changes))
+    return BlockSizes(**(sizes | changes))
 
 
 def shape(**changes: object) -> FlashShape:
@@ -24,31 +19,37 @@ def shape(**changes: object) -> FlashShape:
 
 
 def reasons(**changes: object) -> tuple[str, ...]:
-    with pytest.raises(UnsupportedFlash) as refusal:
-        blocks(**changes)
+    with pytest.raises(ProblemsFound) as refusal:
+        blocks(**changes).check_flash()
     assert isinstance(refusal.value, ValueError)
-    return refusal.value.reasons
+    return tuple(map(str, refusal.value.problems))
 
 
 def test_sizes_come_in_lanes_and_all_offenders_are_named() -> None:
-    found = reasons(block_q=1000, block_kv=0, block_kv_compute_in=-128, heads_per_tile=0)
+    found = reasons(block_q=1000, block_kv=0, block_kv_compute_in=100)
     assert [r.split("=")[0] for r in found] == [
-        "block_q",
-        "block_kv",
-        "block_kv_compute_in",
-        "heads_per_tile",
+        "flash_block_sizes.block_q",
+        "flash_block_sizes.block_kv",
+        "flash_block_sizes.block_kv_compute_in",
     ]
-    assert found[0] == "block_q=1000: must be a positive multiple of 128. Use 1024."
+    assert (
+        found[0] == "flash_block_sizes.block_q=1000: must be a positive multiple of 128. Use 1024."
+    )
 
 
 def test_compute_blocks_divide() -> None:
     first, second = reasons(block_kv=1024, block_kv_compute=768, block_kv_compute_in=512)
-    assert first.startswith("block_kv_compute_in=512: must divide block_kv_compute=768.")
+    assert first.startswith(
+        "flash_block_sizes.block_kv_compute_in=512: must divide block_kv_compute=768."
+    )
     assert first.endswith("Use one of [128, 256, 384, 768].")
-    assert second.startswith("block_kv_compute=768: must divide block_kv=1024.")
+    assert second.startswith("flash_block_sizes.block_kv_compute=768: must divide block_kv=1024.")
 
 
+@pytest.mark.usefixtures("unchecked_types")
 def test_other_sizes_are_positive() -> None:
+    found = reasons(vmem_limit_bytes=-1, block_q=2.0, heads_per_tile=True)
+    assert [r.split(": ")[1] for r in found] == ["must be a positive integer."] * 3
     assert "vmem_limit_bytes=-1" in reasons(vmem_limit_bytes=-1)[0]
     assert "block_q_compute=100" in reasons(block_q_compute=100)[0]
     assert "heads_per_tile=True" in reasons(heads_per_tile=True)[0]
@@ -64,10 +65,10 @@ def test_fitted_blocks_obey_the_rules_and_waste_little(q_len: int, kv_len: int) 
     assert fitted.block_kv <= 1024
 
 
-def refused(shape: FlashShape, blocks: FlashBlocks, **options: object) -> tuple[str, ...]:
-    with pytest.raises(UnsupportedFlash) as refusal:
+def refused(shape: FlashShape, blocks: BlockSizes, **options: object) -> tuple[str, ...]:
+    with pytest.raises(ProblemsFound) as refusal:
         plan_kernel(shape, blocks, FlashOptions(**options))
-    return refusal.value.reasons
+    return tuple(map(str, refusal.value.problems))
 
 
 def test_shapes_are_refused_with_every_reason() -> None:
@@ -100,8 +101,8 @@ def test_arrays_that_do_not_go_together_are_refused() -> None:
             ["must share the batch and the head features", "must have one dtype"],
         ),
     ):
-        with pytest.raises(UnsupportedFlash) as refused:
+        with pytest.raises(ProblemsFound) as refused:
             FlashShape.of(*changed)
-        assert len(refused.value.reasons) == len(messages)
-        for reason, message in zip(refused.value.reasons, messages, strict=True):
-            assert message in reason
+        assert len(refused.value.problems) == len(messages)
+        for reason, message in zip(refused.value.problems, messages, strict=True):
+            assert message in str(reason)

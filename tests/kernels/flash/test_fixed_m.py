@@ -3,7 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernels.flash.cases import Case, error, expected, run, tolerance
 
 from maxdiffusion.kernels.flash import (
     Exponent,
@@ -25,6 +24,7 @@ from maxdiffusion.kernels.flash.fixed_m import (
     VALUES_HIGH_BITS,
     gate_bits,
 )
+from tests.kernels.flash.cases import Case, error, expected, run, tolerance
 
 MEASURED = FlashOptions(interpret=True, softmax=FixedM())
 
@@ -45,6 +45,7 @@ def adversaries() -> dict[str, tuple]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", adversaries())
 def test_adversaries_stay_finite_and_exact(name: str) -> None:
     case = Case(head_dim=32, options=MEASURED)
@@ -55,6 +56,7 @@ def test_adversaries_stay_finite_and_exact(name: str) -> None:
     assert error(out, expected(case, q, k, v)) <= tolerance(case, q, k, v)
 
 
+@pytest.mark.slow
 def test_a_single_attended_key_gives_its_value() -> None:
     case = Case(batch=2, head_dim=32, lengths=(1, 1), options=MEASURED)
     q, k, v = case.arrays()
@@ -100,12 +102,13 @@ def test_constants_leave_no_overflow() -> None:
         assert 2 * gate_bits(dtype, Keys.RAW) <= CEILING_BITS + 126
 
 
+@pytest.mark.slow
 def test_smoothing_takes_the_mean_over_attended_keys_of_all_shards() -> None:
     _, k, _ = Case(batch=2).arrays()
     attended = jnp.arange(k.shape[1])[None] < jnp.array([[300], [130]])
     # What is not attended must not matter, even if it is not a number.
     k = jnp.where(attended[:, :, None, None], k, jnp.nan)
-    wanted = k[1] - np.mean(np.asarray(k)[1, :130].astype(np.float64), axis=0)
+    wanted = np.asarray(k)[1] - np.mean(np.asarray(k)[1, :130].astype(np.float64), axis=0)
     smooth = smooth_keys(k, attended)
     np.testing.assert_allclose(smooth[1, :130], wanted[:130], rtol=0, atol=1e-6)
     halves = [key_total(k[:, s], attended[:, s]) for s in (slice(150), slice(150, None))]
@@ -114,6 +117,7 @@ def test_smoothing_takes_the_mean_over_attended_keys_of_all_shards() -> None:
     np.testing.assert_allclose(both[1, :130], wanted[:130], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_norms_look_at_attended_keys_only() -> None:
     q, k, v = Case(batch=2, heads=4).arrays()
     attended = jnp.arange(k.shape[1])[None] < jnp.array([[300], [130]])

@@ -3,19 +3,19 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from kernels.flash.cases import Case, error, expected, tolerance
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.kernels.flash import (
     FixedM,
     FlashOptions,
     Online,
-    Partials,
-    UnsupportedFlash,
     fixed_m_bounds,
     flash_attention,
     flash_attention_partials,
     smooth_keys,
 )
+from maxdiffusion.kernels.reference import Partials
+from tests.kernels.flash.cases import Case, error, expected, tolerance
 
 HALF = 150
 
@@ -29,6 +29,7 @@ def merged(parts: list[Partials], options: FlashOptions) -> jax.Array:
     return o / l[..., None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softmax", [Online(), FixedM()], ids=["online", "fixed-m"])
 def test_two_halves_and_an_empty_part_merge_to_the_whole(softmax: Online | FixedM) -> None:
     case = Case(batch=2, head_dim=64, options=FlashOptions(interpret=True, softmax=softmax))
@@ -62,6 +63,7 @@ JUMP = 60.0
 """More than the headroom between blocks, in nats of the largest score."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("softmax", [Online(), FixedM()], ids=["online", "fixed-m"])
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["rising", "falling"])
 def test_a_call_goes_on_where_the_one_before_it_stopped(softmax, order) -> None:
@@ -92,13 +94,13 @@ def test_fixed_m_goes_on_with_the_bounds_it_began_with() -> None:
     case = Case(options=FlashOptions(interpret=True, softmax=FixedM()))
     q, k, v = case.arrays()
     sums = Partials(o=jnp.zeros(q.shape), m=jnp.zeros(q.shape[:3]), l=jnp.zeros(q.shape[:3]))
-    with pytest.raises(UnsupportedFlash, match="must be given for fixed-m partials"):
+    with pytest.raises(ProblemsFound, match="must be given for fixed-m partials"):
         flash_attention(q, k, v, blocks=case.blocks, options=case.options, before=sums)
 
 
 def test_fixed_m_partials_ask_for_shared_bounds() -> None:
     case = Case(options=FlashOptions(interpret=True, softmax=FixedM()))
-    with pytest.raises(UnsupportedFlash, match="must be given for fixed-m partials"):
+    with pytest.raises(ProblemsFound, match="must be given for fixed-m partials"):
         flash_attention_partials(*case.arrays(), blocks=case.blocks, options=case.options)
 
 
@@ -106,5 +108,5 @@ def test_bounds_do_not_go_with_online_softmax() -> None:
     case = Case()
     q, k, v = case.arrays()
     bounds = fixed_m_bounds(q, k, v)
-    with pytest.raises(UnsupportedFlash, match="belong to fixed-m softmax"):
+    with pytest.raises(ProblemsFound, match="belong to fixed-m softmax"):
         flash_attention(q, k, v, blocks=case.blocks, options=case.options, bounds=bounds)

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from kernels.flash.cases import Case, error, expected, run, small_blocks, tolerance
 
-from maxdiffusion.kernels.flash import Exponent, FixedM, FlashBlocks, FlashOptions, Gate
+from maxdiffusion.kernels.flash import Exponent, FixedM, FlashOptions, Gate
+from maxdiffusion.kernels.tpu import BlockSizes
+from tests.kernels.flash.cases import Case, error, expected, run, small_blocks, tolerance
+from tests.marking import slow_except
 
-WIDE = FlashBlocks(
+WIDE = BlockSizes(
     block_q=256, block_kv=256, block_kv_compute=256, block_kv_compute_in=128, block_q_compute=128
 )
 
@@ -58,7 +60,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_except(["ragged"], CASES))
 def test_equals_dense_attention_and_itself(name: str) -> None:
     case = CASES[name]
     q, k, v = case.arrays()
@@ -119,6 +121,7 @@ RACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RACES)
 def test_the_tpu_interpreter_finds_no_race_and_no_stray_read(name: str) -> None:
     """Memory outside the arrays reads as NaN there, and DMAs finish as late as they may."""

@@ -5,7 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.kernels.heads import Columns, Places, heads_of, join_heads, place_heads
+from maxdiffusion.kernels.qk_prep import (
+    HeadLayout,
+    ProjectedHeads,
+    gather_heads,
+    heads_of,
+    qk_norm_rope_scatter,
+)
 
 HEAD_DIM, HEADS, ROWS = 128, 3, 70
 # Both sides round to the dtype at the same places and in between compute in float32 in another
@@ -14,18 +20,20 @@ HEAD_DIM, HEADS, ROWS = 128, 3, 70
 NOISE = {"float32": 2.0**-21, "bfloat16": 2.0**-6}
 # As seldom as the float32 noise is small beside the distance between numbers of bfloat16.
 MOVED = 0.01
-SPLIT = Places(
+SPLIT = HeadLayout(
     # Two groups of two devices; six heads of two batch rows in eight slots.
     arrays=((2, 2), (2, 2)),
     heads=(((0, 0, 0), (0, 0, 1), (0, 1, 0)), ((0, 1, 1), (1, 0, 0), (1, 0, 1))),
 )
 
 
-def columns(dtype: str, *, batch: int = 2, normed: bool = True, turned: bool = True) -> Columns:
+def columns(
+    dtype: str, *, batch: int = 2, normed: bool = True, turned: bool = True
+) -> ProjectedHeads:
     keys = jax.random.split(jax.random.key(7), 3)
     angles = jax.random.uniform(keys[1], (ROWS, HEAD_DIM // 2), minval=-3, maxval=3)
     width = HEADS * HEAD_DIM
-    return Columns(
+    return ProjectedHeads(
         values=(3 * jax.random.normal(keys[0], (batch, ROWS, width))).astype(dtype),
         gain=(1 + 0.1 * jax.random.normal(keys[2], (width,))).astype(dtype) if normed else None,
         cosines=jnp.cos(angles) if turned else None,
@@ -44,7 +52,7 @@ def at(arrays: list, place: tuple[int, int, int]) -> np.ndarray:
 @pytest.mark.parametrize("turned", [True, False], ids=["turned", "straight"])
 def test_every_head_is_what_plain_code_makes_of_it(dtype, normed, turned):
     made = columns(dtype, normed=normed, turned=turned)
-    arrays = place_heads(made, SPLIT, head_dim=HEAD_DIM, interpret=True)
+    arrays = qk_norm_rope_scatter(made, SPLIT, head_dim=HEAD_DIM, interpret=True)
     wanted = np.asarray(heads_of(made, HEAD_DIM), np.float32)
     for row, places in enumerate(SPLIT.heads):
         for head, place in enumerate(places):
@@ -56,21 +64,21 @@ def test_every_head_is_what_plain_code_makes_of_it(dtype, normed, turned):
 
 
 def test_slots_without_a_head_are_zero():
-    arrays = place_heads(columns("float32"), SPLIT, head_dim=HEAD_DIM, interpret=True)
+    arrays = qk_norm_rope_scatter(columns("float32"), SPLIT, head_dim=HEAD_DIM, interpret=True)
     assert SPLIT.empty_slots() == [(1, 1, 0), (1, 1, 1)]
     assert not any(at(arrays, place).any() for place in SPLIT.empty_slots())
 
 
 def test_joining_brings_every_head_back():
     made = columns("bfloat16", normed=False, turned=False)
-    arrays = place_heads(made, SPLIT, head_dim=HEAD_DIM, interpret=True)
-    back = join_heads(arrays, SPLIT, head_dim=HEAD_DIM, interpret=True)
+    arrays = qk_norm_rope_scatter(made, SPLIT, head_dim=HEAD_DIM, interpret=True)
+    back = gather_heads(arrays, SPLIT, head_dim=HEAD_DIM, interpret=True)
     assert jnp.array_equal(back, made.values)
 
 
 def test_nothing_runs_where_nothing_is_to_be_done():
     made = columns("float32", normed=False, turned=False)
-    home = Places.at_home(2, HEADS)
-    (same,) = place_heads(made, home, head_dim=HEAD_DIM)
+    home = HeadLayout.at_home(2, HEADS)
+    (same,) = qk_norm_rope_scatter(made, home, head_dim=HEAD_DIM)
     assert same is made.values
-    assert join_heads([same], home, head_dim=HEAD_DIM) is same
+    assert gather_heads([same], home, head_dim=HEAD_DIM) is same

@@ -11,7 +11,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
-from maxdiffusion.weights.umt5_map import umt5_map
+from maxdiffusion.models.umt5.checkpoint import umt5_map
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 FOLDER = GOLDENS / "wan22_t2v" / "text_encoder"

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
-from maxdiffusion.weights.umt5_map import umt5_map
+from maxdiffusion.models.umt5.checkpoint import umt5_map
 
 
 def released_tensors(config):

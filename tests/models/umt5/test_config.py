@@ -3,8 +3,8 @@
 import pytest
 from transformers import UMT5Config
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.umt5 import Umt5Config
-from maxdiffusion.runtime.problems import ProblemsFound
 
 
 def test_the_defaults_are_umt5_xxl():
@@ -45,6 +45,7 @@ def test_missing_keys_have_the_defaults_of_transformers():
         ("model_type", "t5"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_what_cannot_be_run_is_refused_by_name(key, value):
     with pytest.raises(ProblemsFound) as caught:
         Umt5Config.from_transformers({key: value})

@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention.collectives import counted
 from flax import nnx
 
 from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh, parameter_sharding
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
-from maxdiffusion.models.umt5.relative_position import position_bias, relative_buckets
+from maxdiffusion.models.umt5.encoder import position_bias, relative_buckets
+from tests.attention.collectives import counted
 
 ATOL = 1e-5  # float32, sums of up to 512 terms of size 4, two layers
 run = nnx.jit(lambda encoder, ids, mask: encoder(ids, mask))
@@ -45,7 +45,7 @@ def first_block(encoder, ids, mask):
 def test_first_block(encoder, golden):
     ids, mask = golden["input_ids"][:4], golden["attention_mask"][:4].astype(bool)
     attended, block = first_block(encoder, ids, mask)
-    zeroed = mask[..., None]
+    zeroed = mask[..., None].astype(np.float32)
     np.testing.assert_allclose(attended * zeroed, golden["block0_attn"], rtol=0, atol=ATOL)
     np.testing.assert_allclose(block * zeroed, golden["block0"], rtol=0, atol=ATOL)
 
@@ -84,6 +84,7 @@ def test_a_text_without_tokens_is_zero(encoder):
     assert not np.asarray(run(encoder, nothing, nothing)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [
@@ -126,6 +127,7 @@ def test_all_devices_share_weights_and_products_and_no_sum_is_cut(encoder, golde
     np.testing.assert_allclose(embeddings, golden["prompt_embeds"][1:2, :64], rtol=0, atol=ATOL)
 
 
+@pytest.mark.slow
 def test_fresh_parameters_have_the_asked_dtype_and_differ_between_layers():
     small = Umt5Config(
         vocab=11, width=16, head_dim=4, mlp_width=24, layers=3, heads=2, buckets=8, max_distance=16

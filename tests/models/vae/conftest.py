@@ -12,7 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
-from maxdiffusion.weights.vae_map import vae_map
+from maxdiffusion.models.vae.checkpoint import vae_map
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 FOLDER = GOLDENS / "wan22_t2v" / "vae"

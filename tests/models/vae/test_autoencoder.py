@@ -18,6 +18,7 @@ def decode(vae: WanVae, latents: np.ndarray) -> jax.Array:
     return jax.jit(vae.decode)(latents)
 
 
+@pytest.mark.slow
 def test_moments_equal_those_of_diffusers(golden_vae: WanVae, goldens: Goldens) -> None:
     found = jax.jit(golden_vae.encode)(goldens["video"])
     np.testing.assert_allclose(found.moments, goldens["moments_17f"], rtol=0, atol=TOLERANCE)
@@ -25,12 +26,16 @@ def test_moments_equal_those_of_diffusers(golden_vae: WanVae, goldens: Goldens) 
     np.testing.assert_allclose(found.mean[:, :3], goldens["mode_9f"], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_an_image_is_a_video_of_one_frame(golden_vae: WanVae, goldens: Goldens) -> None:
     found = jax.jit(golden_vae.encode)(goldens["video"][:, :1])
     np.testing.assert_allclose(found.moments, goldens["moments_1f"], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize(("frames", "expected"), [(5, "decoded_5lat"), (1, "decoded_1lat")])
+@pytest.mark.parametrize(
+    ("frames", "expected"),
+    [pytest.param(5, "decoded_5lat", marks=pytest.mark.slow), (1, "decoded_1lat")],
+)
 def test_video_equals_that_of_diffusers(
     golden_vae: WanVae, goldens: Goldens, frames: int, expected: str
 ) -> None:
@@ -38,6 +43,7 @@ def test_video_equals_that_of_diffusers(
     np.testing.assert_allclose(found, goldens[expected], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_bfloat16_strays_no_further_than_that_of_diffusers(
     golden_vae_bf16: WanVae, goldens: Goldens
 ) -> None:

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
-from maxdiffusion.weights.vae_map import vae_map
+from maxdiffusion.models.vae.checkpoint import vae_map
 
 CONFIGS = {
     "released": WanVaeConfig(),
@@ -33,6 +33,7 @@ def test_the_released_model_has_its_tensors_and_size() -> None:
 
 
 # Names and shapes of the released checkpoint, one of every kind.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "shape"),
     [

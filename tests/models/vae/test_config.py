@@ -40,7 +40,7 @@ def test_the_autoencoder_of_wan22_ti2v_is_refused_in_one_line() -> None:
     ("keys", "message"),
     [
         ({"attention_everywhere": True}, "attention_everywhere=True: not a key"),
-        ({"base_dim": 0}, "base_dim=0: whole numbers from 1"),
+        ({"base_dim": 0}, "base_dim=0: must be a positive integer"),
         ({"base_dim": 3, "dim_mult": [1, 1, 1, 1]}, "even width"),
         ({"z_dim": 8}, "latents_mean=.*needs 8 values"),
         ({"temperal_downsample": [True]}, "temperal_downsample=.*needs 3 values"),

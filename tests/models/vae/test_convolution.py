@@ -6,21 +6,23 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxdiffusion.models.vae.convolution import CausalConv, Numerics, with_past
-from maxdiffusion.models.vae.sums import (
+from maxdiffusion.models.vae.conv_impl import (
     convolve_folded,
     convolve_rows,
     convolve_time,
     convolve_volume,
 )
+from maxdiffusion.models.vae.layers import CausalConv, Numerics, with_cache
 
 
 @pytest.mark.parametrize("step", [1, 2])
 @pytest.mark.parametrize("window", [(3, 3, 3), (3, 1, 1), (1, 3, 3)])
 def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((2, 7, 4, 5, 3), dtype=np.float32)
-    kernel = rng.standard_normal((*window, 3, 6), dtype=np.float32)
+    x, kernel = (
+        jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
+        for shape in ((2, 7, 4, 5, 3), (*window, 3, 6))
+    )
     side = window[1] // 2
     padding = ((side, side), (side, 0))
     volume = convolve_volume(x, kernel, step=step, padding=padding)
@@ -50,17 +52,18 @@ def test_rows_have_the_gradients_of_the_volume() -> None:
 
 def test_the_past_of_the_first_chunk_is_zeros() -> None:
     x = jnp.ones((1, 2, 1, 1, 1))
-    np.testing.assert_array_equal(with_past(x, None).ravel(), [0, 0, 1, 1])
-    np.testing.assert_array_equal(with_past(x, 5 * x).ravel(), [5, 5, 1, 1])
+    np.testing.assert_array_equal(with_cache(x, None).ravel(), [0, 0, 1, 1])
+    np.testing.assert_array_equal(with_cache(x, 5 * x).ravel(), [5, 5, 1, 1])
 
 
+@pytest.mark.slow
 def test_a_first_single_frame_needs_only_the_last_tap() -> None:
     numerics = Numerics(dtype=jnp.float32, param_dtype=jnp.float32, rngs=nnx.Rngs(0))
     conv = CausalConv((3, 3, 3, 4, 5), numerics)
     x = np.random.default_rng(1).standard_normal((2, 1, 6, 6, 4), dtype=np.float32)
-    alone, past = conv(jnp.asarray(x), None)
+    alone, cache = conv(jnp.asarray(x), None)
     first_of_two = conv(jnp.asarray(np.concatenate([x, x], axis=1)), None)[0][:, :1]
     # Sums of 36 products of order 1 beside 72 exact zeros: 36 roundings of 6 * 6e-8 at the worst.
     np.testing.assert_allclose(alone, first_of_two, rtol=0, atol=1.3e-5)
-    np.testing.assert_array_equal(past[:, 0], 0)
-    np.testing.assert_array_equal(past[:, 1], x[:, 0])
+    np.testing.assert_array_equal(cache[:, 0], 0)
+    np.testing.assert_array_equal(cache[:, 1], x[:, 0])

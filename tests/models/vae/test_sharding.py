@@ -4,6 +4,7 @@ import math
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -11,10 +12,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh import AXES
 from maxdiffusion.models.vae import SpatialSharding, WanVae
-from maxdiffusion.models.vae.convolution import convolve_pieces
-from maxdiffusion.models.vae.decoder import nearest
+from maxdiffusion.models.vae.coders import nearest
+from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_rows
+from maxdiffusion.models.vae.layers import convolve_pieces
 from maxdiffusion.models.vae.sharding import Padding, split
-from maxdiffusion.models.vae.sums import convolve_frames, convolve_rows
 
 # Another order of the same float32 sums: a few last digits of values of order 1.
 TOLERANCE = 5e-6
@@ -28,6 +29,7 @@ def over(vae_spatial: int, *, batch: int, height: int, width: int) -> SpatialSha
     return SpatialSharding.over(jax.devices(), vae_spatial, batch=batch, height=height, width=width)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vae_spatial", "batch", "height", "width", "grid"),
     [
@@ -51,6 +53,7 @@ def test_decode_equals_that_of_one_device(
     np.testing.assert_allclose(pieces, whole, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_encode_equals_that_of_one_device(small_vae: WanVae) -> None:
     video = draw(1, 9, 16, 32, 3)
     sharding = over(-1, batch=1, height=4, width=8)
@@ -60,6 +63,7 @@ def test_encode_equals_that_of_one_device(small_vae: WanVae) -> None:
     np.testing.assert_allclose(pieces, whole, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_pieces_exchange_borders_and_gather_only_for_attention(small_vae: WanVae) -> None:
     """Runs a scan on arrays of another mesh over the same devices, as a pipeline does."""
     mesh = Mesh(
@@ -125,12 +129,13 @@ def test_describe_says_what_was_not_possible() -> None:
     assert SpatialSharding().describe() == "VAE: frames whole, on one device"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("height", "width"), [(4, 4), (4, 8), (8, 4), (16, 3), (6, 8), (4, 6), (6, 2), (2, 16)]
 )
 def test_borders_are_exchanged_right_at_the_smallest_pieces(height: int, width: int) -> None:
     sharding = over(-1, batch=1, height=height, width=width)
-    kernel = draw(3, 3, 3, 2, 2)
+    kernel = jnp.asarray(draw(3, 3, 3, 2, 2))
 
     def rows(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
         return convolve_rows(x, kernel, step=1, padding=zeros)  # as on a TPU

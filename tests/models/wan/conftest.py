@@ -1,7 +1,8 @@
 """The transformers of the tiny checkpoints as fixtures."""
 
 import pytest
-from models.wan.tiny_transformer import Expert, read_expert
+
+from tests.models.wan.tiny_transformer import Expert, read_expert
 
 
 @pytest.fixture(

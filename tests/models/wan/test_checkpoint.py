@@ -14,7 +14,7 @@ from maxdiffusion.models.wan import (
     wan_2_2_i2v_a14b,
     wan_2_2_t2v_a14b,
 )
-from maxdiffusion.weights.transformer_map import transformer_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
 
 SMALL = WanTransformerConfig(layers=3, heads=2, head_dim=8, ffn_dim=20, text_dim=12, freq_dim=6)
 

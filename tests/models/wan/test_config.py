@@ -2,6 +2,7 @@
 
 import pytest
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.wan import (
     WanTransformerConfig,
     wan_2_1_t2v_1_3b,
@@ -9,7 +10,6 @@ from maxdiffusion.models.wan import (
     wan_2_2_i2v_a14b,
     wan_2_2_t2v_a14b,
 )
-from maxdiffusion.runtime.problems import ProblemsFound
 
 
 def test_released_sizes():
@@ -68,6 +68,7 @@ def test_every_key_without_a_meaning_is_reported_at_once():
         ({"head_dim": 33}, "head_dim"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_a_wrong_size_names_itself(sizes, name):
     with pytest.raises(ProblemsFound, match=name):
         WanTransformerConfig(**sizes)

@@ -5,15 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models.wan.tiny_transformer import Expert, block_attention, golden_inputs
 
-from maxdiffusion.kernels.heads import heads_of
 from maxdiffusion.mesh import ActivationLayout
+from maxdiffusion.models.checkpoint_map import RopeHalves
 from maxdiffusion.models.wan import TextKeysValues, WanTransformer
 from maxdiffusion.models.wan.block import StepContext, WanBlock
-from maxdiffusion.models.wan.embeddings import patches_of, sinusoid, video_of
-from maxdiffusion.models.wan.layers import modulate, standardize
-from maxdiffusion.weights.checkpoint_map import RopeHalves
+from maxdiffusion.models.wan.layers import modulate, patches_of, sinusoid, standardize, video_of
+from tests.models.wan.tiny_transformer import Expert, block_attention, golden_inputs
 
 ALONE = ActivationLayout()
 # Values of order 1 to 10 from sums of a few hundred float32 products.
@@ -85,16 +83,17 @@ def test_text_embedding_keeps_rows_of_padding(opened):
     opened.check(context[0, -1], "context_pad_row")
 
 
+@pytest.mark.slow
 def test_inside_of_the_first_block(opened):
     block = block_at(opened.model, 0)
     x, attention = opened.tokens, opened.attention
     opened.check(standardize(x, eps=block.eps), "b0_norm1")
-    table = block.scale_shift_table[...] + opened.step.modulation
+    table = block.scale_shift_table[...][None] + opened.step.modulation
     shift, scale, gate, shift_2, scale_2, _ = (table[:, index] for index in range(6))
     moved = modulate(x, shift, scale, eps=block.eps)
 
     regroup = RopeHalves(opened.model.config.head_dim)
-    queries = heads_of(block.attn1.queries(moved), regroup.head_dim).reshape(x.shape)
+    queries = block.attn1.norm_q(block.attn1.queries(moved))
     np.testing.assert_allclose(
         queries, regroup.apply(opened.expert.golden["b0_norm_q"]), rtol=FLOAT32, atol=FLOAT32
     )

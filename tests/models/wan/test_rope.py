@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.kernels.heads import rotate
-from maxdiffusion.models.wan.rope import axis_widths, rotation_tables
+from maxdiffusion.kernels.qk_prep import rotate
+from maxdiffusion.models.wan.layers import axis_widths, rotation_tables
 
 
 @pytest.mark.parametrize(("head_dim", "widths"), [(128, (44, 42, 42)), (32, (12, 10, 10))])

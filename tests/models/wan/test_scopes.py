@@ -10,6 +10,7 @@ from flax import nnx
 from maxdiffusion.attention import AttentionProblem, BlockAttention, plan_attention
 from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
 
 CONFIG = WanTransformerConfig.from_diffusers(
     {
@@ -24,7 +25,7 @@ CONFIG = WanTransformerConfig.from_diffusers(
     }
 )
 BLOCK = {
-    "self_attention": {"norm", "qkv", "rope", "exchange", "kernel", "merge", "out", "gate"},
+    "self_attention": {"norm", "qkv", "rope", COLLECTIVE_SCOPE, "kernel", "merge", "out", "gate"},
     "cross_attention": {"norm", "qkv", "kernel", "out"},
     "ffn": {"norm", "mlp", "gate"},
 }

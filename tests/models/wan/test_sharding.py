@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from models.wan.tiny_transformer import Expert, forward, golden_inputs, placed
 
 from maxdiffusion.mesh import MeshShape, build_mesh
+from tests.models.wan.tiny_transformer import Expert, forward, golden_inputs, placed
 
 # The same float32 sums in another order, through two blocks: as far apart as two exact
 # implementations are (see test_transformer.FLOAT32).
@@ -32,10 +32,11 @@ def alone(high_noise: Expert, inputs: tuple[jax.Array, jax.Array, jax.Array]) ->
     return forward(high_noise.model(), inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_eight_devices_equal_one(high_noise, inputs, alone, shape):
-    together = forward(high_noise.model(), inputs, mesh=build_mesh(shape))
-    np.testing.assert_allclose(together, alone, rtol=0, atol=NOISE)
+    run_distributed = forward(high_noise.model(), inputs, mesh=build_mesh(shape))
+    np.testing.assert_allclose(run_distributed, alone, rtol=0, atol=NOISE)
 
 
 def test_eight_devices_equal_diffusers(high_noise):
@@ -57,6 +58,7 @@ def test_parameters_are_split_over_fsdp_and_tensor(high_noise):
     assert model.blocks.scale_shift_table[...].sharding.is_fully_replicated
 
 
+@pytest.mark.slow
 def test_spread_weights_are_gathered_where_they_are_used(high_noise, inputs, alone):
     """Weights over all devices of a sequence compute the same."""
     mesh = build_mesh(MeshShape(data=2, ring=2, ulysses=2))
@@ -64,5 +66,5 @@ def test_spread_weights_are_gathered_where_they_are_used(high_noise, inputs, alo
     kernel = placed(model, mesh).blocks.ffn.up.kernel[...]
     layers, inside, outside = kernel.shape
     assert kernel.sharding.shard_shape(kernel.shape) == (layers, inside // 4, outside)
-    together = forward(model, inputs, mesh=mesh)
-    np.testing.assert_allclose(together, alone, rtol=0, atol=NOISE)
+    run_distributed = forward(model, inputs, mesh=mesh)
+    np.testing.assert_allclose(run_distributed, alone, rtol=0, atol=NOISE)

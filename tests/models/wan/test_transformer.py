@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from models.wan.tiny_transformer import block_attention, forward, golden_inputs
 
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import WanTransformer
-from maxdiffusion.weights.transformer_map import transformer_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
+from tests.models.wan.tiny_transformer import block_attention, forward, golden_inputs
 
 # Sums of up to 512 float32 products of order 1, through 2 blocks: two exact implementations differ
 # by 1e-5; the smallest mistake of formula (an eps of 1e-5) moves the output by 1e-4.
@@ -30,6 +30,7 @@ def test_velocity_is_that_of_diffusers_in_float32(expert):
     np.testing.assert_allclose(ours, velocity_of(expert, "out"), rtol=0, atol=FLOAT32)
 
 
+@pytest.mark.slow
 def test_velocity_in_bfloat16_is_that_of_diffusers_and_loses_no_more(expert):
     ours, theirs = forward(expert.model("bfloat16"), golden_inputs(expert)), "out_bf16"
     np.testing.assert_allclose(ours, velocity_of(expert, theirs), rtol=0, atol=BFLOAT16)
@@ -40,6 +41,7 @@ def test_velocity_in_bfloat16_is_that_of_diffusers_and_loses_no_more(expert):
     assert own_loss < 1.2 * their_loss
 
 
+@pytest.mark.slow
 def test_scanned_and_written_out_layers_agree(high_noise):
     scanned = forward(high_noise.model(), golden_inputs(high_noise))
     written = forward(high_noise.model(scan_layers=False), golden_inputs(high_noise))
@@ -55,6 +57,7 @@ def test_scan_layers_decides_whether_the_program_has_a_loop(high_noise, scan_lay
     assert ("stablehlo.while" in program.as_text()) == loops
 
 
+@pytest.mark.slow
 def test_text_rows_of_zeros_are_attended_to(high_noise):
     latents, timestep, text = golden_inputs(high_noise)
     model = high_noise.model()
@@ -75,6 +78,7 @@ def test_cached_text_has_one_entry_per_layer(high_noise):
     assert cached.keys.shape == cached.values.shape == expected
 
 
+@pytest.mark.slow
 def test_time_may_be_a_float(high_noise):
     latents, timestep, text = golden_inputs(high_noise)
     whole = forward(high_noise.model(), (latents, timestep, text))
@@ -96,6 +100,7 @@ def test_a_latent_that_patches_do_not_cover_is_refused(high_noise):
         )
 
 
+@pytest.mark.slow
 def test_random_parameters_give_a_finite_velocity_of_order_one(high_noise):
     kinds = {"dtype": jnp.float32, "param_dtype": jnp.float32}
     model = nnx.jit(lambda: WanTransformer(high_noise.config, **kinds, rngs=nnx.Rngs(3)))()

@@ -20,7 +20,7 @@ from maxdiffusion.attention import (
 )
 from maxdiffusion.mesh import ActivationLayout, parameter_sharding, single_device_mesh
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
-from maxdiffusion.weights.transformer_map import transformer_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
 
 GOLDENS = Path(__file__).parents[2] / "goldens"
 FILES = {"wan22_t2v": "transformer.npz", "wan21_t2v": "transformer_wan21.npz"}

@@ -1,10 +1,10 @@
 """Kernels' machine code, read from a recorded dump and from hand-made lines."""
 
 import pytest
-from preflight.recorded import unpack
 
-from maxdiffusion.preflight.bundles import read_code, read_kernels, read_slots
-from maxdiffusion.preflight.chips import CHIPS
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.preflight.readers.bundles import read_code, read_kernels, read_slots
+from tests.preflight.recorded import unpack
 
 TPU7X = CHIPS["tpu7x"]
 
@@ -29,7 +29,7 @@ def test_the_main_loop_of_the_flash_kernel(flash):
 
 def test_what_runs_around_the_main_loop(flash):
     assert sum(region.bundles for region in flash.regions) == flash.bundles
-    # 410 bundles take queries in, 269 give results out; the masked path lies in loops of its own.
+    # 410 bundles load queries, 269 store results; the masked path has its own loops.
     assert flash.every_q_block == 410 + 269
     assert flash.ragged_cycles(TPU7X) == 4 * 840
     assert flash.every_step == 150 + 23
@@ -62,7 +62,7 @@ def test_last_keys_that_are_as_many_have_a_loop_as_long():
 
 
 def test_a_dump_without_bundles_is_refused():
-    with pytest.raises(ValueError, match="kernel nothing: its dump holds no bundles"):
+    with pytest.raises(ValueError, match="kernel nothing: the dump contains no bundles"):
         read_code("nothing", ["= control target key start"])
 
 

@@ -1,18 +1,23 @@
-"""A recorded denoise step: its layers, what its cycles are spent on, and its exchanges."""
+"""A recorded denoise step: its layers, its cycles by purpose, and its collectives."""
+
+import ast
+from pathlib import Path
 
 import pytest
-from preflight.recorded import recorded
 
-from maxdiffusion.preflight.chips import CHIPS
-from maxdiffusion.preflight.collectives import find_collectives
-from maxdiffusion.preflight.cycles import (
+import maxdiffusion
+from maxdiffusion.costs.chips import CHIPS
+from maxdiffusion.preflight.readers.collectives import find_collectives
+from maxdiffusion.preflight.readers.cycles import (
+    SOURCES,
     VECTOR_OPERATIONS,
     Purpose,
     count_cycles,
     purpose_of,
     visits,
 )
-from maxdiffusion.preflight.hlo import read_program
+from maxdiffusion.preflight.readers.hlo import read_program
+from tests.preflight.recorded import recorded
 
 MESH = {"data": 2, "fsdp": 1, "ring": 2, "ulysses": 2, "tensor": 1}
 LAYERS = 2
@@ -42,24 +47,24 @@ def test_cycles_by_purpose(step):
     assert layer[Purpose.PROJECTIONS] == 3_031_636
     assert layer[Purpose.ROPE] == 543_328
     assert layer[Purpose.NORMS] == 278_697
-    assert layer[Purpose.EXCHANGE] > 5 * layer[Purpose.LAYOUT]
+    assert layer[Purpose.COPIES] > 5 * layer[Purpose.LAYOUT]
     # The eight products of a layer at peak: XLA's estimate must be above what is possible.
     tokens, width, ffn = 1950, 5120, 13824
     at_peak = 2 * tokens * (6 * width**2 + 2 * width * ffn) / 524_288
     assert at_peak < layer[Purpose.PROJECTIONS] < 2 * at_peak
 
 
-def test_operations_know_where_they_were_written(step):
+def test_operations_know_their_source(step):
     by_name = {visit.instruction.name: visit.instruction for visit in visits(step)}
     stack = step.stack(by_name["fusion.235"])
     functions = [source.function for source in stack[:3]]
     assert functions == ["affine", "Linear.__call__", "FeedForward.__call__"]
     assert purpose_of(step, by_name["fusion.235"]) is Purpose.PROJECTIONS
-    assert purpose_of(step, by_name["copy.252"]) is Purpose.EXCHANGE
+    assert purpose_of(step, by_name["copy.252"]) is Purpose.COPIES
     assert purpose_of(step, by_name["fusion.233"]) is Purpose.NORMS
 
 
-def test_exchanges_of_a_layer(step):
+def test_collectives_of_a_layer(step):
     found = [c for c in find_collectives(step, MESH) if c.times == LAYERS]
     assert [(c.kind, c.axes, c.bytes) for c in found] == [
         *[("all-to-all", ("ulysses",), SHARD)] * 3,
@@ -70,10 +75,10 @@ def test_exchanges_of_a_layer(step):
     assert found[0].sent == SHARD // 2
     assert found[3].sent == SHARD
     assert {(0, 2), (2, 0)} <= {*found[3].pairs}
-    assert found[3].meanwhile.cycles > 0
+    assert found[3].overlap.cycles > 0
 
 
-def test_exchanges_outside_of_layers_are_small(step):
+def test_collectives_outside_of_layers_are_small(step):
     outside = [c for c in find_collectives(step, MESH) if c.times == 1]
     assert outside
     assert all(c.axes == ("data",) and c.bytes < SHARD for c in outside)
@@ -96,7 +101,7 @@ def line(text):
 def test_groups_in_every_spelling(groups, axes, size):
     program = read_program(line(f"%a = f32[8]{{0}} all-gather(%p), {groups}, dimensions={{0}}"))
     (collective,) = find_collectives(program, MESH)
-    assert (collective.axes, collective.group) == (axes, size)
+    assert (collective.axes, collective.group_size) == (axes, size)
     assert collective.sent == round(32 * (size - 1) / size)
 
 
@@ -112,8 +117,8 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 }
 """
     first, second = find_collectives(read_program(text), MESH)
-    assert (first.meanwhile.cycles, first.meanwhile.kernels) == (70, ("k",))
-    assert (second.meanwhile.cycles, second.meanwhile.kernels) == (0, ())
+    assert (first.overlap.cycles, first.overlap.kernels) == (70, ("k",))
+    assert (second.overlap.cycles, second.overlap.kernels) == (0, ())
     assert first.bytes == first.sent == 32
 
 
@@ -150,4 +155,19 @@ backend_config={{"custom_call_config":{{"cost_estimate":{{{cost}}}}}}}
 """
     cycles = count_cycles(read_program(text), 1, TPU7X)
     by_memory = 387e6 / TPU7X.hbm_bandwidth * TPU7X.clock_hz
-    assert cycles.total == {Purpose.HEADS: round(max(by_memory, operations / VECTOR_OPERATIONS))}
+    assert cycles.total == {
+        Purpose.HEAD_LAYOUT: round(max(by_memory, operations / VECTOR_OPERATIONS))
+    }
+
+
+@pytest.mark.parametrize(("file", "function"), [row[:2] for row in SOURCES], ids=str)
+def test_cycles_are_attributed_to_sources_that_exist(file, function):
+    package = Path(maxdiffusion.__file__).parent
+    paths = [package / file] if file.endswith(".py") else [*(package / file).rglob("*.py")]
+    assert paths
+    assert function in {"", *(name for path in paths for name in functions_of(path))}
+
+
+def functions_of(path):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]

@@ -6,14 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.video import write_video
-from maxdiffusion.training.cached_clips import CachedClips
-from maxdiffusion.training.clips import ClipFormat
-from maxdiffusion.training.data import Batches, Order
-from maxdiffusion.training.latent_cache import CachePlan, fill_cache
-from maxdiffusion.training.sources import SyntheticClips
-from maxdiffusion.training.video_folder import ClipSize, UnusableClip, VideoClips, videos_in
+from maxdiffusion.training.data.batches import Batches, Order, SyntheticClips
+from maxdiffusion.training.data.latent_cache import CachedClips, CachePlan, fill_cache
+from maxdiffusion.training.data.synthetic import ClipFormat
+from maxdiffusion.training.data.video_folder import ClipSize, UnusableClip, VideoClips, videos_in
 
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=11, seed=4)
 PLAN = CachePlan(model="a", caption_tokens=64, shard=4, batch=3)
@@ -94,7 +92,7 @@ def test_a_cache_goes_on_where_it_stopped(tmp_path):
 
 def test_a_cache_of_other_clips_is_refused(tmp_path):
     fill(tmp_path)
-    with pytest.raises(ProblemsFound, match="another model"):
+    with pytest.raises(ProblemsFound, match="other inputs: model was"):
         fill(tmp_path, plan=CachePlan(model="b", caption_tokens=64, shard=4))
     with pytest.raises(ProblemsFound, match="holds no cached latents"):
         CachedClips(tmp_path / "none")
@@ -140,7 +138,7 @@ def test_what_is_wrong_with_a_folder_is_said_at_once(tmp_path):
     with pytest.raises(ProblemsFound) as caught:
         videos_in(tmp_path)
     assert [(Path(str(problem.value)).name, problem.rule) for problem in caught.value.problems] == [
-        ("a.mp4", "has no caption (a .txt beside it)"),
+        ("a.mp4", "has no caption (a .txt of the same name)"),
         ("b.mp4", "is missing"),
     ]
 

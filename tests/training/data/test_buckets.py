@@ -6,12 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiffusion.runtime.problems import ProblemsFound
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.video import measure_video, read_clip, write_video
-from maxdiffusion.training import buckets
-from maxdiffusion.training.buckets import bucket_of, kept, sort_videos
-from maxdiffusion.training.data import Batches, Order
-from maxdiffusion.training.video_folder import ClipSize, videos_in
+from maxdiffusion.training.data import video_folder as buckets
+from maxdiffusion.training.data.batches import Batches, Order
+from maxdiffusion.training.data.video_folder import (
+    ClipSize,
+    bucket_of,
+    kept_share,
+    sort_videos,
+    videos_in,
+)
 
 
 def size(frames, height, width):
@@ -43,10 +48,10 @@ def test_a_clip_goes_where_it_loses_least(clip, expected):
 
 
 def test_what_is_kept_counts_length_picture_and_detail():
-    assert kept(WIDE, WIDE) == 1
-    assert kept(size(162, 480, 832), WIDE) == 0.5  # half of the frames
-    assert kept(size(81, 960, 1664), WIDE) == 0.5  # half of the detail
-    assert kept(size(81, 480, 1664), WIDE) == 0.5  # half of the picture
+    assert kept_share(WIDE, WIDE) == 1
+    assert kept_share(size(162, 480, 832), WIDE) == 0.5  # half of the frames
+    assert kept_share(size(81, 960, 1664), WIDE) == 0.5  # half of the detail
+    assert kept_share(size(81, 480, 1664), WIDE) == 0.5  # half of the picture
 
 
 def write(path, frames, height, width):
@@ -137,9 +142,9 @@ def test_processes_share_every_batch(monkeypatch):
         monkeypatch.setattr(jax, "process_count", lambda: 2)
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
         shares.append(drawn(Batches(BOTH, ORDER), 9))
-    for together, one, other in zip(whole, *shares, strict=True):
-        assert one.shape == other.shape == (2, together.shape[1])
-        assert sorted([*one[:, 0], *other[:, 0]]) == sorted(together[:, 0])
+    for run_distributed, one, other in zip(whole, *shares, strict=True):
+        assert one.shape == other.shape == (2, run_distributed.shape[1])
+        assert sorted([*one[:, 0], *other[:, 0]]) == sorted(run_distributed[:, 0])
 
 
 def test_a_size_with_too_few_clips_is_named():

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from maxdiffusion.training.clips import ClipFormat
-from maxdiffusion.training.sources import SyntheticClips
+from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.training.data.synthetic import ClipFormat
 
 WHOLE = SyntheticClips(clip=ClipFormat(pair_share=0.5), count=40, seed=3)
 WINDOWS = SyntheticClips(clip=WHOLE.clip, count=40, seed=3, window=32)

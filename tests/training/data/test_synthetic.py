@@ -6,11 +6,12 @@ from itertools import product
 import numpy as np
 import pytest
 
-from maxdiffusion.training.clips import (
+from maxdiffusion.training.data.synthetic import (
     BACKGROUNDS,
     COLOURS,
     HELD_OUT,
     MOTIONS,
+    NOUNS,
     SHAPES,
     ClipFormat,
     MovingShape,
@@ -21,7 +22,6 @@ from maxdiffusion.training.clips import (
     every_word,
     render,
 )
-from maxdiffusion.training.clips.captions import NOUNS
 
 ONE = ClipFormat()
 TWO = ClipFormat(pair_share=1.0)

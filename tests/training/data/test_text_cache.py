@@ -3,17 +3,23 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from training.full_disk import files_limited_to
-from training.tiny_training import CAPTION_TOKENS, batch_of, state_of, training
 
-from maxdiffusion.runtime.disk import WritingFailed
-from maxdiffusion.runtime.problems import ProblemsFound
-from maxdiffusion.training.cached_clips import CachedClips
-from maxdiffusion.training.clips import ClipFormat
-from maxdiffusion.training.latent_cache import CachePlan, Share, fill_cache
-from maxdiffusion.training.sources import SyntheticClips
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.runtime.files import WritingFailed
+from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.training.data.latent_cache import (
+    CachedClips,
+    CachePlan,
+    ClipsWithText,
+    Share,
+    fill_cache,
+    fill_text,
+)
+from maxdiffusion.training.data.synthetic import ClipFormat
+from maxdiffusion.training.data.video_folder import UnusableClip
 from maxdiffusion.training.text import (
     TEXT_ENCODER,
     EncodedBefore,
@@ -21,9 +27,9 @@ from maxdiffusion.training.text import (
     StoredCaptions,
     padded_ids,
 )
-from maxdiffusion.training.text_cache import ClipsWithText, fill_text
-from maxdiffusion.training.video_folder import UnusableClip
-from maxdiffusion.training.wan_training import StoredText
+from maxdiffusion.training.wan import StoredText
+from tests.training.full_disk import files_limited_to
+from tests.training.tiny_training import CAPTION_TOKENS, batch_of, state_of, training
 
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=11, seed=4)
 PLAN = CachePlan(model="a", caption_tokens=32, shard=4, batch=3)
@@ -78,7 +84,7 @@ def test_it_goes_on_where_it_stopped_and_knows_its_encoder(tmp_path):
         ClipsWithText(tmp_path)
     fill_text(tmp_path, model="t", empty=(1,), encode=counting)
     assert calls == [1, 4, 4, 4, 3]
-    with pytest.raises(ProblemsFound, match="another text_encoder"):
+    with pytest.raises(ProblemsFound, match="other inputs: text_encoder was"):
         fill_text(tmp_path, model="other", empty=(1,), encode=counting)
 
 
@@ -131,15 +137,17 @@ def test_a_full_disk_leaves_whole_shards_and_one_line(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_stored_captions_read_as_encoded_ones_do():
     run = training()
     values, captions = state_of(run).values, batch_of(0, clips=64).captions
-    encoder = run.parts[TEXT_ENCODER]
+    encoder = run.models[TEXT_ENCODER]
     empty = padded_ids([(1,)], CAPTION_TOKENS)
     model = encoder.merge(values[TEXT_ENCODER])
-    mask = np.arange(CAPTION_TOKENS) < captions.lengths[:, None]
-    stored = EncodedBefore(rows=model(captions.ids, mask))
-    rows_of_empty = np.asarray(model(empty, np.arange(CAPTION_TOKENS)[None] < 1))[0]
+    mask = jnp.asarray(np.arange(CAPTION_TOKENS) < captions.lengths[:, None])
+    stored = EncodedBefore(rows=model(jnp.asarray(captions.ids), mask))
+    nothing = jnp.arange(CAPTION_TOKENS)[None] < 1
+    rows_of_empty = np.asarray(model(jnp.asarray(empty), nothing))[0]
     key = jax.random.key(0)
     one = EncodedCaptions(encoder=encoder, empty=(1,), dropout=0.5)(values, captions, key)
     other = StoredCaptions(empty=rows_of_empty, dropout=0.5)({}, stored, key)
@@ -150,5 +158,5 @@ def test_stored_captions_read_as_encoded_ones_do():
 def test_a_training_on_stored_text_has_no_text_encoder():
     rows = np.zeros((CAPTION_TOKENS, 16), np.float32)
     run = training(text=StoredText(empty=rows))
-    assert TEXT_ENCODER not in run.parts
+    assert TEXT_ENCODER not in run.models
     assert isinstance(run.loss("transformer").text, StoredCaptions)
