@@ -184,7 +184,7 @@ def test_a_file_that_shrinks_during_the_load_is_named(tmp_path):
 
 def test_stacked_shapes_of_the_table_are_known():
     for entry in TABLE.entries:
-        for name in entry.sources(TABLE.layers):
+        for name in TABLE.sources(entry):
             assert name in SHAPES
 
 

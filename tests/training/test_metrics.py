@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from maxdiffusion.models.wan import wan_2_2_t2v_a14b
+from maxdiffusion.models.wan.config import wan_14b
 from maxdiffusion.training.loss import BucketLosses
 from maxdiffusion.training.metrics import Figures, MetricsWriter, Work, forward_flops, step_work
 
@@ -55,7 +55,7 @@ def test_nothing_is_written_without_a_place(tmp_path):
 
 def test_work_counts_what_a_step_computes():
     # 75,600 tokens of 720p: attention alone is 4 x 40 layers x S^2 x 5120.
-    config, tokens = wan_2_2_t2v_a14b(), 75_600
+    config, tokens = wan_14b(), 75_600
     attention = 4 * 40 * tokens**2 * 5120
     assert attention < forward_flops(config, tokens, 512) < 2 * attention
     work = step_work(config, clips=8, tokens=tokens, text_rows=512, devices=8)

@@ -340,17 +340,25 @@ def describe_padding(padded: int, real: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockAttention:
-    """The attentions of a transformer block: over its own tokens, and over a text."""
+    """The attentions of a transformer block: over its own tokens, a text, and image tokens."""
 
     self_attention: AttentionPlan
     cross_attention: Attention
+    image_attention: Attention | None = None
+
+    @property
+    def plans(self) -> dict[str, Attention]:
+        """The attentions that the block has, by name."""
+        plans = {
+            "self-attention": self.self_attention,
+            "cross-attention": self.cross_attention,
+            "image-attention": self.image_attention,
+        }
+        return {name: plan for name, plan in plans.items() if plan is not None}
 
     def describe(self) -> str:
-        """Returns the start-up report of both."""
-        return (
-            f"self-attention: {self.self_attention.describe()}\n"
-            f"cross-attention: {self.cross_attention.describe()}"
-        )
+        """Returns the start-up report of all."""
+        return "\n".join(f"{name}: {plan.describe()}" for name, plan in self.plans.items())
 
 
 def plan_attention(

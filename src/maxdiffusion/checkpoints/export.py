@@ -76,7 +76,7 @@ def _tensors(
     assert not differing, f"model and checkpoint map differ in {differing}"
     for entry in table.entries:
         parameter = parameters[entry.parameter]
-        for layer, name in enumerate(entry.sources(table.layers)):
+        for layer, name in enumerate(table.sources(entry)):
             yield TensorToWrite(
                 name=name,
                 dtype=options.dtype or np.dtype(parameter.dtype),

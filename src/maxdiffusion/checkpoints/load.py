@@ -80,8 +80,8 @@ def match_parameters(
     matches = []
     for entry in table.entries:
         path, variable = variables[entry.parameter]
-        assert not entry.stacked or variable.shape[0] == table.layers, (entry, variable.shape)
-        shape, names = entry.source_shape(variable.shape), entry.sources(table.layers)
+        shape, names = entry.source_shape(variable.shape), table.sources(entry)
+        assert not entry.stacked or variable.shape[0] == len(names), (entry, variable.shape)
         for name in names:
             with problems:
                 _check_tensor(stored, name, tensors.get(name), shape)
@@ -95,7 +95,7 @@ def _by_canonical_name(
     stored: StoredWeights, table: CheckpointMap
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:
     """Returns the tensors that the map knows, under its names, and the unexpected names."""
-    known = {name for entry in table.entries for name in entry.sources(table.layers)}
+    known = {name for entry in table.entries for name in table.sources(entry)}
     tensors: dict[str, StoredTensor] = {}
     unexpected = []
     for name, tensor in stored.tensors.items():

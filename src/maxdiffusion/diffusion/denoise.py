@@ -21,7 +21,7 @@ from maxdiffusion.diffusion import Sampler, step_row
 from maxdiffusion.diffusion.guidance import Guidance
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import ActivationLayout
-from maxdiffusion.models.wan import TextKeysValues, WanTransformer
+from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.timing import StepTime
 
@@ -71,17 +71,33 @@ class StepFunction:
     dtype: jnp.dtype
 
     def __call__(
-        self, weights: Weights, text: TextKeysValues, state: Any, step: StepInputs
+        self,
+        weights: Weights,
+        text: TextKeysValues,
+        state: Any,
+        step: StepInputs,
+        conditioning: Conditioning,
     ) -> tuple[Any, Bool[Array, ""]]:
         """Returns the sampler's next state, and whether its latents are finite."""
         transformer = nnx.merge(self.graph, weights)
-        batch = self.guidance.model_batch(state.sample.astype(self.dtype))
+        rows = self.guidance.model_batch
+        batch = rows(conditioning.model_input(state.sample).astype(self.dtype))
         timesteps = jnp.full((batch.shape[0],), step.timestep, jnp.float32)
-        velocity = transformer(batch, timesteps, text, attention=self.attention, layout=self.layout)
+        velocity = transformer(
+            batch,
+            timesteps,
+            text,
+            attention=self.attention,
+            layout=self.layout,
+            known_frames=conditioning.known_frames,
+            control=conditioning.control_for(rows, self.dtype),
+        )
         with jax.named_scope("guidance"):
             guided = self.guidance.combine(velocity, step.guidance_scale)
         with jax.named_scope("sampler"):
             advanced = self.sampler.advance(state, guided, step.sampler_row)
+            # A sampler works on each latent by itself: known frames do not reach the others.
+            advanced = advanced._replace(sample=conditioning.with_known(advanced.sample))
             return advanced, jnp.isfinite(advanced.sample).all()
 
 
@@ -97,11 +113,15 @@ class Expert:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The high-noise expert above the boundary and the low-noise one below, or one for both."""
+    """The high-noise expert above the boundary and the low-noise one below, or one for both.
+
+    Both see the same conditioning.
+    """
 
     high_noise: Expert
     low_noise: Expert
     boundary: float
+    conditioning: Conditioning
 
     def expert_at(self, timestep: float) -> Expert:
         """Returns the expert of a timestep; the boundary itself belongs to high noise."""
@@ -146,7 +166,7 @@ def denoise(
         started = time.perf_counter()
         inputs = step_inputs(sampler, index, expert.guidance_scale)
         with jax.profiler.StepTraceAnnotation("denoise", step_num=index):
-            state, finite = step(expert.weights, expert.text, state, inputs)
+            state, finite = step(expert.weights, expert.text, state, inputs, experts.conditioning)
             is_finite = bool(jax.device_get(finite))  # waits for the step
         if not is_finite:
             raise NotFiniteError(

@@ -218,12 +218,8 @@ def choose(
 
 def tile_notes(attention: BlockAttention) -> tuple[str, ...]:
     """Returns a line for every kernel whose block sizes are from a search."""
-    plans = {
-        "self-attention": attention.self_attention,
-        "cross-attention": attention.cross_attention,
-    }
     notes = []
-    for purpose, plan in plans.items():
+    for purpose, plan in attention.plans.items():
         assert isinstance(plan, AttentionPlan)
         row = searched_row(plan.local, plan.backend.options, plan.backend.search_name)
         if row is not None:

@@ -130,23 +130,19 @@ CONV3D = Permute((2, 3, 4, 1, 0))
 class Entry:
     """One parameter (dotted path), its checkpoint name, and the rearrangement between them.
 
-    A name with `{layer}` stands for one tensor per layer, stacked in front of the parameter.
+    A name with `{layer}` stands for one tensor per layer, stacked in front of the parameter;
+    `layers` is their number where it is not that of the whole map.
     """
 
     parameter: str
     source: str
     transform: Transform = field(default_factory=Identity)
+    layers: int | None = None
 
     @property
     def stacked(self) -> bool:
         """True if the parameter holds all layers."""
         return LAYER in self.source
-
-    def sources(self, layers: int) -> tuple[str, ...]:
-        """Returns the checkpoint names of the parameter's tensors, in order."""
-        if not self.stacked:
-            return (self.source,)
-        return tuple(self.source.replace(LAYER, str(layer)) for layer in range(layers))
 
     def source_shape(self, parameter_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of each checkpoint tensor of a parameter of `parameter_shape`."""
@@ -175,6 +171,13 @@ class CheckpointMap:
     def parameters(self) -> list[str]:
         """The dotted paths of all parameters."""
         return [entry.parameter for entry in self.entries]
+
+    def sources(self, entry: Entry) -> tuple[str, ...]:
+        """Returns the checkpoint names of the tensors of one parameter, in order."""
+        if not entry.stacked:
+            return (entry.source,)
+        count = self.layers if entry.layers is None else entry.layers
+        return tuple(entry.source.replace(LAYER, str(layer)) for layer in range(count))
 
     def canonical(self, name: str) -> str:
         """Returns the name that the entries use for the checkpoint tensor `name`."""

@@ -33,7 +33,7 @@ from maxdiffusion.generation.settings import fill_aot_cache, sampler
 from maxdiffusion.models.umt5 import Umt5Config
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.models.wan.config import wan_2_1_t2v_1_3b, wan_2_1_t2v_14b, wan_2_2_t2v_a14b
+from maxdiffusion.models.wan.config import wan_2_1_t2v_1_3b, wan_14b
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.preflight.compile import (
     DENOISE_STEP,
@@ -52,8 +52,8 @@ from maxdiffusion.runtime.tpu_flags import describe_flags
 
 # Hub id -> sizes of a transformer, and the boundary between experts (None: there is one expert).
 RELEASED: Mapping[str, tuple[Callable[[], WanTransformerConfig], float | None]] = {
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (wan_2_2_t2v_a14b, 0.875),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (wan_2_1_t2v_14b, None),
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (wan_14b, 0.875),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (wan_14b, None),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (wan_2_1_t2v_1_3b, None),
 }
 # Every release names this sampler; its other settings do not change a program.

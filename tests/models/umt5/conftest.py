@@ -41,7 +41,7 @@ def load_encoder(config):
         table = umt5_map(config)
         assert set(flat) == {entry.parameter for entry in table.entries}
         for entry in table.entries:
-            sources = [tensors[name] for name in entry.sources(table.layers)]
+            sources = [tensors[name] for name in table.sources(entry)]
             arrays = [entry.transform.apply(source) for source in sources]
             value = jnp.asarray(np.stack(arrays) if entry.stacked else arrays[0], dtype)
             assert flat[entry.parameter].shape == value.shape, entry

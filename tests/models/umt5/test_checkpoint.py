@@ -38,7 +38,7 @@ def parameter_shapes(config):
 def test_every_tensor_of_umt5_xxl_has_a_place():
     config = Umt5Config()
     table, expected = umt5_map(config), released_tensors(config)
-    named = [name for entry in table.entries for name in entry.sources(table.layers)]
+    named = [name for entry in table.entries for name in table.sources(entry)]
     assert sorted(named) == sorted(expected)
     assert sum(np.prod(shape) for shape in expected.values()) == 5_680_910_336
 
@@ -50,7 +50,7 @@ def test_every_parameter_has_a_tensor_of_its_shape():
     table, tensors, shapes = umt5_map(config), released_tensors(config), parameter_shapes(config)
     assert {entry.parameter for entry in table.entries} == set(shapes)
     for entry in table.entries:
-        for name in entry.sources(table.layers):
+        for name in table.sources(entry):
             source = np.arange(np.prod(tensors[name])).reshape(tensors[name])
             parameter = entry.transform.apply(source)
             stacked = (config.layers, *parameter.shape) if entry.stacked else parameter.shape

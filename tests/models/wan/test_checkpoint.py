@@ -12,7 +12,7 @@ from maxdiffusion.models.wan import (
     WanTransformerConfig,
     wan_2_1_t2v_1_3b,
     wan_2_2_i2v_a14b,
-    wan_2_2_t2v_a14b,
+    wan_14b,
 )
 from maxdiffusion.models.wan.checkpoint import transformer_map
 
@@ -63,7 +63,7 @@ def parameter_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]
     ("config", "tensors", "parameters"),
     [
         (wan_2_1_t2v_1_3b(), 825, 1_418_996_800),
-        (wan_2_2_t2v_a14b(), 1095, 14_288_491_584),
+        (wan_14b(), 1095, 14_288_491_584),
         (wan_2_2_i2v_a14b(), 1095, 14_288_901_184),
     ],
     ids=["2.1-1.3b", "2.2-t2v-a14b", "2.2-i2v-a14b"],

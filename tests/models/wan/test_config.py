@@ -6,24 +6,23 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.wan import (
     WanTransformerConfig,
     wan_2_1_t2v_1_3b,
-    wan_2_1_t2v_14b,
     wan_2_2_i2v_a14b,
-    wan_2_2_t2v_a14b,
+    wan_14b,
 )
 
 
 def test_released_sizes():
     small = wan_2_1_t2v_1_3b()
     assert (small.layers, small.model_dim, small.ffn_dim) == (30, 1536, 8960)
-    large = wan_2_1_t2v_14b()
+    large = wan_14b()
     assert (large.layers, large.model_dim, large.ffn_dim) == (40, 5120, 13824)
-    assert wan_2_2_t2v_a14b() == large
+    assert wan_14b() == large
     assert wan_2_2_i2v_a14b().in_channels == 36
 
 
 def test_missing_keys_have_the_defaults_of_diffusers_and_private_ones_are_ignored():
     config = WanTransformerConfig.from_diffusers({"_class_name": "WanTransformer3DModel"})
-    assert config == wan_2_1_t2v_14b()
+    assert config == wan_14b()
 
 
 def test_sizes_come_from_diffusers_keys():
@@ -43,7 +42,7 @@ def test_sizes_come_from_diffusers_keys():
     [((21, 60, 104), 32_760), ((21, 90, 160), 75_600), ((3, 6, 4), 18)],
 )
 def test_tokens_of_a_latent_video(frames_rows_columns, tokens):
-    assert wan_2_1_t2v_14b().tokens(frames_rows_columns) == tokens
+    assert wan_14b().tokens(frames_rows_columns) == tokens
 
 
 def test_every_key_without_a_meaning_is_reported_at_once():
@@ -76,4 +75,4 @@ def test_a_wrong_size_names_itself(sizes, name):
 
 def test_positions_end_at_the_longest_sequence():
     with pytest.raises(ValueError, match="rope_max_seq_len=1024"):
-        wan_2_1_t2v_14b().grid((1, 2, 2050))
+        wan_14b().grid((1, 2, 2050))

@@ -5,7 +5,7 @@ projections and runs qk-norm, RoPE and the head layout of its context-parallel s
 (`kernels.qk_prep.qk_norm_rope_scatter`). Any other takes finished heads.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import jax
@@ -24,6 +24,7 @@ from maxdiffusion.models.wan.layers import (
     Linear,
     Numerics,
     RmsNorm,
+    by_token,
     gelu_tanh,
     modulate,
     modulation_table,
@@ -33,19 +34,30 @@ from maxdiffusion.models.wan.layers import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TextKeysValues:
-    """Keys and values of the text for every layer; they are the same at every step."""
+    """Keys and values of the text for every layer; they are the same at every step.
+
+    A model that attends to image tokens has those of the image too, and one with control blocks
+    those of its control blocks.
+    """
 
     # As a pytree it also holds descriptions of arrays in their place.
     __no_type_check__: ClassVar[bool] = True
 
     keys: Float[Array, "*L B T N H"]
     values: Float[Array, "*L B T N H"]
+    image_keys: Float[Array, "*L B T N H"] | None = None
+    image_values: Float[Array, "*L B T N H"] | None = None
+    control: "TextKeysValues | None" = None
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """Inputs that all blocks of one forward share: modulations of the step, and RoPE tables."""
+    """Inputs that all blocks of one forward share: modulations of the step, and RoPE tables.
+
+    The first `known_tokens` are of frames without noise: their modulations are `still`, those of
+    time 0.
+    """
 
     # As a pytree it also holds descriptions of arrays in their place.
     __no_type_check__: ClassVar[bool] = True
@@ -53,6 +65,19 @@ class StepContext:
     modulation: Float[Array, "B A D"]
     cosines: Float[Array, "S R"]
     sines: Float[Array, "S R"]
+    still: Float[Array, "B A D"] | None = None
+    known_tokens: int = field(default=0, metadata={"static": True})
+
+    def by_token(
+        self, table: Float[Array, "A D"], *, tokens: int
+    ) -> tuple[Float[Array, "B #S D"], ...]:
+        """Returns the modulations of a block with this table, in float32, for every token."""
+        rows, still = (
+            None if part is None else table[None] + part.astype(jnp.float32)
+            for part in (self.modulation, self.still)
+        )
+        assert rows is not None
+        return by_token(rows, still, tokens=tokens, known=self.known_tokens)
 
 
 class Projections(nnx.Module):
@@ -134,37 +159,81 @@ class SelfAttention(Projections):
 
 
 class CrossAttention(Projections):
-    """Attention of every video token to the whole text, its padding rows included."""
+    """Attention of every video token to the whole text, its padding rows included.
+
+    WAN 2.1 image-to-video also attends to the image's tokens, with keys and values of their own;
+    the two results are added.
+    """
+
+    def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
+        super().__init__(config, numerics, rngs=rngs)
+        self.has_image = config.image_dim is not None
+        if self.has_image:
+            square, width = (config.model_dim, config.model_dim), config.model_dim_axis
+            self.add_k_proj = Linear(square, (width, "heads"), numerics, rngs=rngs)
+            self.add_v_proj = Linear(square, (width, "heads"), numerics, rngs=rngs)
+            self.norm_added_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
     def __call__(
         self,
         x: Float[Array, "B S D"],
         text: TextKeysValues,
         *,
-        attention: Attention,
+        attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         q = constrain_heads(self.queries(x), layout)
-        if attention.fused:
-            keys, values = merge_heads(text.keys), merge_heads(text.values)
-            out = attention.attend_projected(
-                pending(q, self.norm_q), pending(keys), pending(values)
+        out = self.attend(q, text.keys, text.values, attention.cross_attention)
+        if self.has_image:
+            assert attention.image_attention is not None
+            assert text.image_keys is not None
+            assert text.image_values is not None
+            out = out + self.attend(
+                q, text.image_keys, text.image_values, attention.image_attention
             )
-        else:
-            heads = split_heads(self.norm_q(q), self.head_dim)
-            out = merge_heads(attention(heads, text.keys, text.values))
         return self.output(constrain_heads(out, layout))
 
+    def attend(
+        self,
+        q: Float[Array, "B S D"],
+        k: Float[Array, "B T N H"],
+        v: Float[Array, "B T N H"],
+        attention: Attention,
+    ) -> Float[Array, "B S D"]:
+        """Returns the attention of projected queries to finished keys and values."""
+        if attention.fused:
+            keys, values = merge_heads(k), merge_heads(v)
+            return attention.attend_projected(
+                pending(q, self.norm_q), pending(keys), pending(values)
+            )
+        return merge_heads(attention(split_heads(self.norm_q(q), self.head_dim), k, v))
+
     def keys_values(
-        self, context_BTD: Float[Array, "B T D"], layout: ActivationLayout
+        self,
+        context_BTD: Float[Array, "B T D"],
+        image_BID: Float[Array, "B I D"] | None,
+        layout: ActivationLayout,
     ) -> TextKeysValues:
-        """Returns keys and values of one layer for an embedded text, replicated on a context."""
-        dims = ("batch", "text", "heads", "head")
+        """Returns keys and values of one layer for embedded text and image tokens.
+
+        They are replicated on a context.
+        """
         k, v = self.keys(context_BTD), self.values(context_BTD)
-        return TextKeysValues(
-            keys=layout.constrain(split_heads(self.norm_k(k), self.head_dim), *dims),
-            values=layout.constrain(split_heads(v, self.head_dim), *dims),
+        text = TextKeysValues(
+            keys=self._constrained(self.norm_k(k), layout), values=self._constrained(v, layout)
         )
+        if image_BID is None:
+            return text
+        return replace(
+            text,
+            image_keys=self._constrained(self.norm_added_k(self.add_k_proj(image_BID)), layout),
+            image_values=self._constrained(self.add_v_proj(image_BID), layout),
+        )
+
+    def _constrained(
+        self, x: Float[Array, "B T D"], layout: ActivationLayout
+    ) -> Float[Array, "B T N H"]:
+        return layout.constrain(split_heads(x, self.head_dim), "batch", "text", "heads", "head")
 
 
 class FeedForward(nnx.Module):
@@ -203,24 +272,22 @@ class WanBlock(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        shift, scale, gate, shift_2, scale_2, gate_2 = self.modulations(step)
+        shift, scale, gate, shift_2, scale_2, gate_2 = self.modulations(step, x.shape[1])
         with jax.named_scope("self_attention"):
             modulated = materialize(modulate(x, shift, scale, eps=self.eps))
             change = self.attn1(modulated, step, attention=attention.self_attention, layout=layout)
             x = constrain_tokens(gated_sum(x, change, gate), layout)
         with jax.named_scope("cross_attention"):
-            plan = attention.cross_attention
-            change = self.attn2(self.norm2(x), text, attention=plan, layout=layout)
+            change = self.attn2(self.norm2(x), text, attention=attention, layout=layout)
             x = constrain_tokens(x + change, layout)
         with jax.named_scope("ffn"):
             modulated = modulate(x, shift_2, scale_2, eps=self.eps)
             change = self.ffn(modulated, layout=layout)
             return constrain_tokens(gated_sum(x, change, gate_2), layout)
 
-    def modulations(self, step: StepContext) -> tuple[Float[Array, "B D"], ...]:
+    def modulations(self, step: StepContext, tokens: int) -> tuple[Float[Array, "B #S D"], ...]:
         """Returns shift, scale and gate of self-attention, then of the MLP."""
-        modulation = self.scale_shift_table[...][None] + step.modulation.astype(jnp.float32)
-        return jnp.unstack(modulation, axis=1)
+        return step.by_token(self.scale_shift_table[...], tokens=tokens)
 
     def fixed_m_eligible_heads(
         self,
@@ -231,18 +298,30 @@ class WanBlock(nnx.Module):
         layout: ActivationLayout,
     ) -> Int[Array, ""]:
         """Returns how many (batch, head) pairs of self-attention pass the gate of fixed-m."""
-        shift, scale, *_ = self.modulations(step)
+        shift, scale, *_ = self.modulations(step, x.shape[1])
         q, k, v = self.attn1.project(modulate(x, shift, scale, eps=self.eps), layout)
         q, k, v = self.attn1.heads(q, k, v, step)
         return attention.self_attention.fixed_m_eligible_heads(q, k, v)
 
 
+def gathered(layer: nnx.State, layout: ActivationLayout) -> nnx.State:
+    """Returns one layer's weights with the FSDP dimension gathered.
+
+    XLA gathers the weights of late products while attention runs.
+    """
+    flat = [
+        (path, one.replace(layout.gathered(one[...], one.dims)))
+        for path, one in nnx.to_flat_state(layer)
+    ]
+    return nnx.from_flat_state(flat)
+
+
 @jax.named_scope("gate")
 def gated_sum(
-    x: Float[Array, "B S D"], change: Float[Array, "B S D"], gate_BD: Float[Array, "B D"]
+    x: Float[Array, "B S D"], change: Float[Array, "B S D"], gate: Float[Array, "B #S D"]
 ) -> Float[Array, "B S D"]:
     """Returns x + gate * change in float32, rounded once."""
-    added = change.astype(jnp.float32) * gate_BD[:, None, :]
+    added = change.astype(jnp.float32) * gate
     return (x.astype(jnp.float32) + added).astype(x.dtype)
 
 

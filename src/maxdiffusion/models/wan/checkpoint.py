@@ -1,6 +1,7 @@
 """Checkpoint map between diffusers' WAN transformer and `WanTransformer`."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from maxdiffusion.models.checkpoint_map import (
     CONV3D,
@@ -14,12 +15,19 @@ from maxdiffusion.models.checkpoint_map import (
 from maxdiffusion.models.wan import WanTransformerConfig
 
 _BLOCK = "blocks.{layer}"
+_CONTROL = "vace_blocks.{layer}"
 
 
 def transformer_map(config: WanTransformerConfig) -> CheckpointMap:
     """Returns the map of a transformer."""
+    has_image = config.image_dim is not None
+    entries = [*_outer(), *_block("blocks", _BLOCK, config)]
+    if has_image:
+        entries += _image_embedding(positions=config.image_positions is not None)
+    if config.control_layers:
+        entries += _control(config)
     return CheckpointMap(
-        entries=(*_outer(), *_self_attention(config.head_dim), *_cross_attention(), *_rest()),
+        entries=tuple(entries),
         layers=config.layers,
         # Released I2V folders carry gains of a query norm that no computation reads.
         ignored=(r"blocks\.\d+\.attn2\.norm_added_q\.weight",),
@@ -28,10 +36,7 @@ def transformer_map(config: WanTransformerConfig) -> CheckpointMap:
 
 def _outer() -> Iterable[Entry]:
     embedder = "condition_embedder"
-    yield Entry(
-        parameter="patch_embedding.kernel", source="patch_embedding.weight", transform=CONV3D
-    )
-    yield Entry(parameter="patch_embedding.bias", source="patch_embedding.bias")
+    yield from _patches("patch_embedding", "patch_embedding")
     for part in ("linear_1", "linear_2"):
         yield from linear(f"time_embedding.{part}", f"{embedder}.time_embedder.{part}")
         yield from linear(f"text_embedding.{part}", f"{embedder}.text_embedder.{part}")
@@ -44,12 +49,63 @@ def _outer() -> Iterable[Entry]:
     )
 
 
-def _self_attention(head_dim: int) -> Iterable[Entry]:
+def _patches(parameter: str, source: str) -> Iterable[Entry]:
+    yield Entry(parameter=f"{parameter}.kernel", source=f"{source}.weight", transform=CONV3D)
+    yield Entry(parameter=f"{parameter}.bias", source=f"{source}.bias")
+
+
+def _norm(parameter: str, source: str) -> Iterable[Entry]:
+    yield Entry(parameter=f"{parameter}.scale", source=f"{source}.weight")
+    yield Entry(parameter=f"{parameter}.bias", source=f"{source}.bias")
+
+
+def _image_embedding(*, positions: bool) -> Iterable[Entry]:
+    ours, theirs = "image_embedding", "condition_embedder.image_embedder"
+    yield from _norm(f"{ours}.norm1", f"{theirs}.norm1")
+    yield from linear(f"{ours}.linear_1", f"{theirs}.ff.net.0.proj")
+    yield from linear(f"{ours}.linear_2", f"{theirs}.ff.net.2")
+    yield from _norm(f"{ours}.norm2", f"{theirs}.norm2")
+    if positions:
+        yield Entry(
+            parameter=f"{ours}.positions",
+            source=f"{theirs}.pos_embed",
+            transform=DropUnitDims((1, -1, -1)),
+        )
+
+
+def _control(config: WanTransformerConfig) -> Iterable[Entry]:
+    """Yields the entries of control blocks; only the first has an input projection."""
+    yield from _patches("control.patch_embedding", "vace_patch_embedding")
+    yield from linear("control.proj_in", "vace_blocks.0.proj_in")
+    stacked = (
+        *linear("control.blocks.proj_out", f"{_CONTROL}.proj_out"),
+        *_block("control.blocks.block", _CONTROL, config),
+    )
+    for entry in stacked:
+        yield replace(entry, layers=len(config.control_layers))
+
+
+def _block(ours: str, theirs: str, config: WanTransformerConfig) -> Iterable[Entry]:
+    yield from _self_attention(f"{ours}.attn1", f"{theirs}.attn1", config.head_dim)
+    yield from _cross_attention(
+        f"{ours}.attn2", f"{theirs}.attn2", has_image=config.image_dim is not None
+    )
+    yield from linear(f"{ours}.ffn.up", f"{theirs}.ffn.net.0.proj")
+    yield from linear(f"{ours}.ffn.down", f"{theirs}.ffn.net.2")
+    yield from _norm(f"{ours}.norm2", f"{theirs}.norm2")
+    yield Entry(
+        parameter=f"{ours}.scale_shift_table",
+        source=f"{theirs}.scale_shift_table",
+        transform=DropUnitDims((1, 6, -1)),
+    )
+
+
+def _self_attention(ours: str, theirs: str, head_dim: int) -> Iterable[Entry]:
     """Yields the entries of self-attention; features of q and k are regrouped for RoPE."""
     for part in ("q", "k"):
         yield Entry(
-            parameter=f"blocks.attn1.to_{part}.kernel",
-            source=f"{_BLOCK}.attn1.to_{part}.weight",
+            parameter=f"{ours}.to_{part}.kernel",
+            source=f"{theirs}.to_{part}.weight",
             transform=RopeHalves(head_dim, before=LINEAR),
         )
         for parameter, source in (
@@ -57,35 +113,24 @@ def _self_attention(head_dim: int) -> Iterable[Entry]:
             (f"norm_{part}.scale", f"norm_{part}.weight"),
         ):
             yield Entry(
-                parameter=f"blocks.attn1.{parameter}",
-                source=f"{_BLOCK}.attn1.{source}",
+                parameter=f"{ours}.{parameter}",
+                source=f"{theirs}.{source}",
                 transform=RopeHalves(head_dim),
             )
-    yield from _values_and_output("attn1")
+    yield from _values_and_output(ours, theirs)
 
 
-def _cross_attention() -> Iterable[Entry]:
+def _cross_attention(ours: str, theirs: str, *, has_image: bool) -> Iterable[Entry]:
     for part in ("q", "k"):
-        yield from linear(f"blocks.attn2.to_{part}", f"{_BLOCK}.attn2.to_{part}")
-        yield Entry(
-            parameter=f"blocks.attn2.norm_{part}.scale",
-            source=f"{_BLOCK}.attn2.norm_{part}.weight",
-        )
-    yield from _values_and_output("attn2")
+        yield from linear(f"{ours}.to_{part}", f"{theirs}.to_{part}")
+        yield Entry(parameter=f"{ours}.norm_{part}.scale", source=f"{theirs}.norm_{part}.weight")
+    yield from _values_and_output(ours, theirs)
+    if has_image:
+        for part in ("add_k_proj", "add_v_proj"):
+            yield from linear(f"{ours}.{part}", f"{theirs}.{part}")
+        yield Entry(parameter=f"{ours}.norm_added_k.scale", source=f"{theirs}.norm_added_k.weight")
 
 
-def _values_and_output(attention: str) -> Iterable[Entry]:
-    yield from linear(f"blocks.{attention}.to_v", f"{_BLOCK}.{attention}.to_v")
-    yield from linear(f"blocks.{attention}.to_out", f"{_BLOCK}.{attention}.to_out.0")
-
-
-def _rest() -> Iterable[Entry]:
-    yield from linear("blocks.ffn.up", f"{_BLOCK}.ffn.net.0.proj")
-    yield from linear("blocks.ffn.down", f"{_BLOCK}.ffn.net.2")
-    yield Entry(parameter="blocks.norm2.scale", source=f"{_BLOCK}.norm2.weight")
-    yield Entry(parameter="blocks.norm2.bias", source=f"{_BLOCK}.norm2.bias")
-    yield Entry(
-        parameter="blocks.scale_shift_table",
-        source=f"{_BLOCK}.scale_shift_table",
-        transform=DropUnitDims((1, 6, -1)),
-    )
+def _values_and_output(ours: str, theirs: str) -> Iterable[Entry]:
+    yield from linear(f"{ours}.to_v", f"{theirs}.to_v")
+    yield from linear(f"{ours}.to_out", f"{theirs}.to_out.0")

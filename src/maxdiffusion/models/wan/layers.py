@@ -148,14 +148,36 @@ def standardize(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"
 @jax.named_scope("norm")
 def modulate(
     x: Float[Array, "B S D"],
-    shift_BD: Float[Array, "B D"],
-    scale_BD: Float[Array, "B D"],
+    shift: Float[Array, "B #S D"],
+    scale: Float[Array, "B #S D"],
     *,
     eps: float,
 ) -> Float[Array, "B S D"]:
-    """Returns the layer norm of x, scaled and shifted per batch row; float32, rounded once."""
-    modulated = standardize(x, eps=eps) * (1.0 + scale_BD[:, None, :]) + shift_BD[:, None, :]
+    """Returns the layer norm of x, scaled and shifted per row or token; float32, rounded once."""
+    modulated = standardize(x, eps=eps) * (1.0 + scale) + shift
     return modulated.astype(x.dtype)
+
+
+def by_token(
+    rows: Float[Array, "B A D"], still: Float[Array, "B A D"] | None, *, tokens: int, known: int
+) -> tuple[Float[Array, "B #S D"], ...]:
+    """Returns each of the A vectors for every token: `still` for the first `known` tokens.
+
+    Without known tokens one row serves all. The choice fuses into what reads it: no array of
+    `tokens` rows is written.
+    """
+    if still is None:
+        return tuple(one[:, None, :] for one in jnp.unstack(rows, axis=1))
+    is_known = (jnp.arange(tokens) < known)[None, :, None]
+    shape = (rows.shape[0], tokens, rows.shape[2])
+    return tuple(
+        jnp.where(
+            jnp.broadcast_to(is_known, shape),
+            jnp.broadcast_to(fixed[:, None, :], shape),
+            jnp.broadcast_to(moving[:, None, :], shape),
+        )
+        for moving, fixed in zip(jnp.unstack(rows, axis=1), jnp.unstack(still, axis=1), strict=True)
+    )
 
 
 def silu(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
@@ -168,6 +190,11 @@ def gelu_tanh(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
     return jax.nn.gelu(x.astype(jnp.float32), approximate=True).astype(x.dtype)
 
 
+def gelu(x: Float[Array, "... D"]) -> Float[Array, "... D"]:
+    """Returns the exact GELU, computed in float32 and rounded once."""
+    return jax.nn.gelu(x.astype(jnp.float32), approximate=False).astype(x.dtype)
+
+
 def modulation_table(shape: tuple[int, int], rngs: nnx.Rngs) -> nnx.Param[Float[Array, "A D"]]:
     """Returns the learned part of a set of modulations, in float32."""
     values = jax.random.normal(rngs.params(), shape, jnp.float32) / math.sqrt(shape[1])
@@ -175,15 +202,18 @@ def modulation_table(shape: tuple[int, int], rngs: nnx.Rngs) -> nnx.Param[Float[
 
 
 MODULATIONS = 6  # shift, scale and gate of self-attention, then of the feed-forward part
+IMAGE_NORM_EPS = 1e-5  # torch's default; the blocks have 1e-6
 _LONGEST_PERIOD = 10_000.0
 
 
 class PatchEmbedding(nnx.Module):
     """Linear map from patches to tokens: a convolution with stride = kernel size."""
 
-    def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
+    def __init__(
+        self, config: WanTransformerConfig, channels: int, numerics: Numerics, *, rngs: nnx.Rngs
+    ):
         self.dtype = numerics.dtype
-        shape = (*config.patch, config.in_channels, config.model_dim)
+        shape = (*config.patch, channels, config.model_dim)
         draw = nnx.initializers.lecun_normal(in_axis=(0, 1, 2, 3), out_axis=4)
         self.kernel = nnx.Param(
             draw(rngs.params(), shape, numerics.param_dtype),
@@ -232,6 +262,41 @@ class TextEmbedding(nnx.Module):
 
     def __call__(self, text_BTE: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
         return self.linear_2(gelu_tanh(self.linear_1(text_BTE)))
+
+
+class ImageEmbedding(nnx.Module):
+    """Maps image tokens to the model width: norm, linear, exact GELU, linear, norm.
+
+    A model of first and last frame adds learned positions over the tokens of both images.
+    """
+
+    def __init__(
+        self,
+        config: WanTransformerConfig,
+        numerics: Numerics,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        assert config.image_dim is not None
+        narrow, width = config.image_dim, config.model_dim
+        self.norm1 = LayerNorm(narrow, eps=IMAGE_NORM_EPS)
+        self.linear_1 = Linear((narrow, narrow), ("image", "image"), numerics, rngs=rngs)
+        self.linear_2 = Linear((narrow, width), ("image", "model"), numerics, rngs=rngs)
+        self.norm2 = LayerNorm(width, eps=IMAGE_NORM_EPS)
+        self.positions = (
+            None
+            if config.image_positions is None
+            else nnx.Param(
+                jnp.zeros((config.image_positions, narrow), numerics.param_dtype),
+                dims=("tokens", "image"),
+            )
+        )
+
+    def __call__(self, image_BTE: Float[Array, "B T E"]) -> Float[Array, "B T D"]:
+        if self.positions is not None:
+            positions = self.positions[...].astype(image_BTE.dtype)[None]
+            image_BTE = image_BTE + jnp.broadcast_to(positions, image_BTE.shape)
+        return self.norm2(self.linear_2(gelu(self.linear_1(self.norm1(image_BTE)))))
 
 
 def sinusoid(timestep_B: Num[Array, " B"], frequencies: int) -> Float[Array, "B W"]:

@@ -1,6 +1,7 @@
 """The WAN transformer: velocity of a latent video from the video, the time and a text."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -12,14 +13,24 @@ from jaxtyping import Array, Float, Int, Num
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
-from maxdiffusion.models.wan.block import StepContext, TextKeysValues, WanBlock, constrain_tokens
+from maxdiffusion.models.wan.block import (
+    CrossAttention,
+    StepContext,
+    TextKeysValues,
+    WanBlock,
+    constrain_tokens,
+    gathered,
+)
 from maxdiffusion.models.wan.config import WanTransformerConfig
+from maxdiffusion.models.wan.control import ControlBlocks, ControlInput, Hints
 from maxdiffusion.models.wan.layers import (
+    ImageEmbedding,
     Linear,
     Numerics,
     PatchEmbedding,
     TextEmbedding,
     TimeEmbedding,
+    by_token,
     modulate,
     modulation_table,
     pad_tokens,
@@ -32,6 +43,8 @@ _ONE_DEVICE = ActivationLayout()
 
 BlockStep = Callable[..., tuple[Array, Any]]  # (tokens, (weights, text) of a layer) -> tokens, seen
 WrapBlock = Callable[[BlockStep], BlockStep]
+EmbeddedTime = tuple[Float[Array, "B D"], Float[Array, "B D"] | None]
+"""The embedded time of the step, and time 0 if some frames have no noise."""
 
 
 def unwrapped(step: BlockStep) -> BlockStep:
@@ -42,11 +55,13 @@ def unwrapped(step: BlockStep) -> BlockStep:
 class WanTransformer(nnx.Module):
     """Predicts the velocity of a latent video from the video, the time of the step and a text.
 
-        text ----> text_keys_values (once per prompt) ---------.
+        text, image -> text_keys_values (once per prompt) -----.
         time ----> six modulations ---------------------.      |
         latents -> patches -> tokens -> block x layers (scan) -> output head -> velocity
+                                 control blocks -> hints ^
 
-    Blocks are stacked: every parameter of `blocks` has the layers as its first dimension.
+    Blocks are stacked: every parameter of `blocks` has the layers as its first dimension. Image
+    tokens (WAN 2.1 image-to-video) and control blocks (VACE) are parts that most models lack.
     """
 
     def __init__(
@@ -61,27 +76,50 @@ class WanTransformer(nnx.Module):
         patch_values = int(np.prod(config.patch)) * config.out_channels
         self.config = config
         self.dtype = numerics.dtype
-        self.patch_embedding = PatchEmbedding(config, numerics, rngs=rngs)
+        self.patch_embedding = PatchEmbedding(config, config.in_channels, numerics, rngs=rngs)
         self.time_embedding = TimeEmbedding(config, numerics, rngs=rngs)
         self.text_embedding = TextEmbedding(config, numerics, rngs=rngs)
+        self.image_embedding = (
+            None if config.image_dim is None else ImageEmbedding(config, numerics, rngs=rngs)
+        )
         self.blocks = _stacked_blocks(config, numerics, rngs)
+        self.control = ControlBlocks(config, numerics, rngs=rngs) if config.control_layers else None
         self.scale_shift_table = modulation_table((2, config.model_dim), rngs)
         self.proj_out = Linear(
             (config.model_dim, patch_values), ("model", "channels"), numerics, rngs=rngs
         )
 
     def text_keys_values(
-        self, text_BTE: Float[Array, "B T E"], *, layout: ActivationLayout = _ONE_DEVICE
+        self,
+        text_BTE: Float[Array, "B T E"],
+        image_BIO: Float[Array, "B I O"] | None = None,
+        *,
+        layout: ActivationLayout = _ONE_DEVICE,
     ) -> TextKeysValues:
-        """Returns keys and values [L B T N H] of a text; once per prompt and expert."""
-        context_BTD = self.text_embedding(text_BTE)
-        graph, layers = nnx.split(self.blocks.attn2)
+        """Returns keys and values [L B T N H] of a text; once per prompt and expert.
 
-        def one_layer(carry: None, layer: nnx.State) -> tuple[None, TextKeysValues]:
-            return carry, nnx.merge(graph, gathered(layer, layout)).keys_values(context_BTD, layout)
+        `image_BIO` are the image tokens of a model that attends to them.
+        """
+        context_BTD = self.text_embedding(text_BTE)
+        image_BID = None
+        if self.image_embedding is not None:
+            assert image_BIO is not None
+            image_BID = self.image_embedding(image_BIO)
+
+        def of_layers(attention: CrossAttention) -> TextKeysValues:
+            graph, layers = nnx.split(attention)
+
+            def one_layer(carry: None, layer: nnx.State) -> tuple[None, TextKeysValues]:
+                merged = nnx.merge(graph, gathered(layer, layout))
+                return carry, merged.keys_values(context_BTD, image_BID, layout)
+
+            return jax.lax.scan(one_layer, None, layers, unroll=self.config.unroll)[1]
 
         with jax.named_scope("text_keys_values"):
-            return jax.lax.scan(one_layer, None, layers, unroll=self._unroll)[1]
+            text = of_layers(self.blocks.attn2)
+            if self.control is None:
+                return text
+            return replace(text, control=of_layers(self.control.blocks.block.attn2))
 
     def __call__(
         self,
@@ -91,20 +129,38 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        known_frames: int = 0,
+        control: ControlInput | None = None,
         wrap_block: WrapBlock = unwrapped,
-    ) -> Float[Array, "B F Y X C"]:
+    ) -> Float[Array, "B F Y X O"]:
         """Returns the velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model.
 
-        `wrap_block` changes how the loop calls a layer, such as `jax.checkpoint` for training.
+        The first `known_frames` have no noise: their tokens are of time 0. `wrap_block` changes how
+        the loop calls a layer, such as `jax.checkpoint` for training.
         """
         length = attention.self_attention.padded_q_len
-        tokens, time_BD, step = self.embed_inputs(latents_BFYXC, timestep_B, length, layout)
+        tokens, time, step = self.embed_inputs(
+            latents_BFYXC, timestep_B, length, layout, known_frames=known_frames
+        )
+        hints = None
+        if self.control is not None:
+            assert control is not None
+            assert text.control is not None
+            hints = self.control(
+                control, tokens, step, text.control, attention=attention, layout=layout
+            )
         tokens = self.run_blocks(
-            tokens, step, text, attention=attention, layout=layout, wrap_block=wrap_block
+            tokens,
+            step,
+            text,
+            attention=attention,
+            layout=layout,
+            hints=hints,
+            wrap_block=wrap_block,
         )
         grid = self.grid(latents_BFYXC)
         with jax.named_scope("head"):
-            patches = self.output_head(tokens, time_BD)[:, : int(np.prod(grid))]
+            patches = self.output_head(tokens, time, step)[:, : int(np.prod(grid))]
             return video_of(patches, grid, self.config.patch)
 
     def fixed_m_eligible_heads(
@@ -136,15 +192,26 @@ class WanTransformer(nnx.Module):
         timestep_B: Num[Array, " B"],
         length: int,
         layout: ActivationLayout,
-    ) -> tuple[Float[Array, "B S D"], Float[Array, "B D"], StepContext]:
+        *,
+        known_frames: int = 0,
+    ) -> tuple[Float[Array, "B S D"], EmbeddedTime, StepContext]:
         """Returns tokens, the embedded time, and the inputs that all blocks share."""
-        grid = self.grid(latents_BFYXC)
+        frames, rows, columns = self.grid(latents_BFYXC)
         with jax.named_scope("embed"):
             tokens = self.embed(latents_BFYXC, length, layout)
             time_BD, modulation_BAD = self.time_embedding(timestep_B)
-        cosines_SR, sines_SR = self.rotations(grid, length)
-        step = StepContext(modulation=modulation_BAD, cosines=cosines_SR, sines=sines_SR)
-        return tokens, time_BD, step
+            still_BD, still_BAD = (
+                self.time_embedding(jnp.zeros_like(timestep_B)) if known_frames else (None, None)
+            )
+        cosines_SR, sines_SR = self.rotations((frames, rows, columns), length)
+        step = StepContext(
+            modulation=modulation_BAD,
+            cosines=cosines_SR,
+            sines=sines_SR,
+            still=still_BAD,
+            known_tokens=known_frames * rows * columns,
+        )
+        return tokens, (time_BD, still_BD), step
 
     def embed(
         self, latents_BFYXC: Float[Array, "B F Y X C"], length: int, layout: ActivationLayout
@@ -170,11 +237,18 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        hints: Hints | None = None,
         wrap_block: WrapBlock = unwrapped,
     ) -> Float[Array, "B S D"]:
         """Returns `tokens` after all blocks."""
         return self._scan(
-            tokens, step, text, attention=attention, layout=layout, wrap_block=wrap_block
+            tokens,
+            step,
+            text,
+            attention=attention,
+            layout=layout,
+            hints=hints,
+            wrap_block=wrap_block,
         )[0]
 
     def _scan(
@@ -185,6 +259,7 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        hints: Hints | None = None,
         watch: Callable[[WanBlock, Float[Array, "B S D"]], Any] | None = None,
         wrap_block: WrapBlock = unwrapped,
     ) -> tuple[Float[Array, "B S D"], Any]:
@@ -192,28 +267,31 @@ class WanTransformer(nnx.Module):
         graph, layers = nnx.split(self.blocks)
 
         def one_layer(
-            x: Float[Array, "B S D"], inputs: tuple[nnx.State, TextKeysValues]
+            x: Float[Array, "B S D"],
+            inputs: tuple[nnx.State, TextKeysValues, Int[Array, ""] | None],
         ) -> tuple[Float[Array, "B S D"], Any]:
-            layer, layer_text = inputs
+            layer, layer_text, hint = inputs
             block = nnx.merge(graph, gathered(layer, layout))
             seen = None if watch is None else watch(block, x)
-            return block(x, step, layer_text, attention=attention, layout=layout), seen
+            x = block(x, step, layer_text, attention=attention, layout=layout)
+            return x if hints is None or hint is None else hints.added(x, hint), seen
 
+        of_layers = (layers, replace(text, control=None), None if hints is None else hints.rows)
         with jax.named_scope("blocks"):
             body = wrap_block(one_layer)
-            return jax.lax.scan(body, tokens, (layers, text), unroll=self._unroll)
+            return jax.lax.scan(body, tokens, of_layers, unroll=self.config.unroll)
 
     def output_head(
-        self, tokens: Float[Array, "B S D"], time_BD: Float[Array, "B D"]
+        self, tokens: Float[Array, "B S D"], time: EmbeddedTime, step: StepContext
     ) -> Float[Array, "B S P"]:
         """Returns the predicted patches; modulated by the time itself, not by its projection."""
-        table = self.scale_shift_table[...][None] + time_BD.astype(jnp.float32)[:, None, :]
-        shift, scale = jnp.unstack(table, axis=1)
+        table = self.scale_shift_table[...][None]
+        moving, still = (
+            None if one is None else table + one.astype(jnp.float32)[:, None, :] for one in time
+        )
+        assert moving is not None
+        shift, scale = by_token(moving, still, tokens=tokens.shape[1], known=step.known_tokens)
         return self.proj_out(modulate(tokens, shift, scale, eps=self.config.eps))
-
-    @property
-    def _unroll(self) -> int | bool:
-        return 1 if self.config.scan_layers else True
 
 
 def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs) -> WanBlock:
@@ -225,15 +303,3 @@ def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.
         return WanBlock(config, numerics, rngs=layer_rngs)
 
     return build(rngs)
-
-
-def gathered(layer: nnx.State, layout: ActivationLayout) -> nnx.State:
-    """Returns one layer's weights with the FSDP dimension gathered.
-
-    XLA gathers the weights of late products while attention runs.
-    """
-    flat = [
-        (path, one.replace(layout.gathered(one[...], one.dims)))
-        for path, one in nnx.to_flat_state(layer)
-    ]
-    return nnx.from_flat_state(flat)
