@@ -1,5 +1,7 @@
 """Transforms move values without changing them, whole or in parts, and can be undone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -68,8 +70,9 @@ def test_rope_pairs_become_halves():
 def test_layers_have_a_name_each():
     kernel, bias = linear("blocks.up", "blocks.{layer}.ffn.net.0")
     assert kernel.stacked
-    assert kernel.sources(2) == ("blocks.0.ffn.net.0.weight", "blocks.1.ffn.net.0.weight")
-    assert bias.sources(1) == ("blocks.0.ffn.net.0.bias",)
+    table = CheckpointMap(entries=(kernel, bias), layers=2)
+    assert table.sources(kernel) == ("blocks.0.ffn.net.0.weight", "blocks.1.ffn.net.0.weight")
+    assert table.sources(replace(bias, layers=1)) == ("blocks.0.ffn.net.0.bias",)
     assert kernel.source_shape((2, 16, 24)) == (24, 16)
     assert len(tuple(linear("a", "b", bias=False))) == 1
 

@@ -7,14 +7,18 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxdiffusion.models.wan import (
-    WanTransformer,
-    WanTransformerConfig,
-    wan_2_1_t2v_1_3b,
-    wan_2_2_i2v_a14b,
-    wan_14b,
-)
+from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.models.wan.config import (
+    WanTransformerConfig,
+    wan_2_1_i2v_14b,
+    wan_2_1_t2v_1_3b,
+    wan_2_1_vace_1_3b,
+    wan_2_2_i2v_a14b,
+    wan_2_2_ti2v_5b,
+    wan_14b,
+    wan_vace_14b,
+)
 
 SMALL = WanTransformerConfig(layers=3, heads=2, head_dim=8, ffn_dim=20, text_dim=12, freq_dim=6)
 
@@ -33,8 +37,9 @@ def released_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
         "proj_out": (math.prod(config.patch) * config.out_channels, width),
     }
     extra: dict[str, tuple[int, ...]] = {"scale_shift_table": (1, 2, width)}
-    for layer in range(config.layers):
-        block = f"blocks.{layer}"
+    blocks = [f"blocks.{layer}" for layer in range(config.layers)]
+    control = [f"vace_blocks.{index}" for index in range(len(config.control_layers))]
+    for block in (*blocks, *control):
         for attention in ("attn1", "attn2"):
             for part in ("to_q", "to_k", "to_v", "to_out.0"):
                 shapes[f"{block}.{attention}.{part}"] = (width, width)
@@ -44,6 +49,21 @@ def released_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{block}.ffn.net.2"] = (width, config.ffn_dim)
         extra[f"{block}.norm2.weight"] = extra[f"{block}.norm2.bias"] = (width,)
         extra[f"{block}.scale_shift_table"] = (1, 6, width)
+        if config.image_dim:
+            for part in ("add_k_proj", "add_v_proj"):
+                shapes[f"{block}.attn2.{part}"] = (width, width)
+            extra[f"{block}.attn2.norm_added_k.weight"] = (width,)
+    for block in control:
+        shapes[f"{block}.proj_out"] = (width, width)
+    if control:
+        shapes["vace_blocks.0.proj_in"] = (width, width)
+        shapes["vace_patch_embedding"] = (width, config.control_channels or 0, *config.patch)
+    if config.image_dim:
+        image = f"{embedder}.image_embedder"
+        shapes[f"{image}.ff.net.0.proj"] = (config.image_dim, config.image_dim)
+        shapes[f"{image}.ff.net.2"] = (width, config.image_dim)
+        for part, size in (("norm1", config.image_dim), ("norm2", width)):
+            extra[f"{image}.{part}.weight"] = extra[f"{image}.{part}.bias"] = (size,)
     weights = {f"{name}.weight": shape for name, shape in shapes.items()}
     biases = {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
     return weights | biases | extra
@@ -65,12 +85,16 @@ def parameter_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]
         (wan_2_1_t2v_1_3b(), 825, 1_418_996_800),
         (wan_14b(), 1095, 14_288_491_584),
         (wan_2_2_i2v_a14b(), 1095, 14_288_901_184),
+        (wan_2_1_i2v_14b(), 1303, 16_394_878_784),
+        (wan_2_2_ti2v_5b(), 825, 4_999_787_712),
+        (wan_2_1_vace_1_3b(), 1264, 2_153_972_032),
+        (wan_vace_14b(), 1331, 17_337_592_896),
     ],
-    ids=["2.1-1.3b", "2.2-t2v-a14b", "2.2-i2v-a14b"],
+    ids=["2.1-1.3b", "14b", "2.2-i2v", "2.1-i2v", "5b", "vace-1.3b", "vace-14b"],
 )
 def test_released_models_are_covered_exactly(config, tensors, parameters):
     table = transformer_map(config)
-    names = [name for entry in table.entries for name in entry.sources(config.layers)]
+    names = [name for entry in table.entries for name in table.sources(entry)]
     assert len(names) == len(set(names)) == tensors
     assert set(names) == set(released_shapes(config))
     shapes = parameter_shapes(config)
@@ -81,8 +105,9 @@ def test_released_models_are_covered_exactly(config, tensors, parameters):
 def test_every_tensor_fits_its_parameter_and_comes_back():
     released, shapes = released_shapes(SMALL), parameter_shapes(SMALL)
     rng = np.random.default_rng(0)
-    for entry in transformer_map(SMALL).entries:
-        for name in entry.sources(SMALL.layers):
+    table = transformer_map(SMALL)
+    for entry in table.entries:
+        for name in table.sources(entry):
             tensor = rng.standard_normal(released[name])
             parameter = entry.transform.apply(tensor)
             stacked = (SMALL.layers,) if entry.stacked else ()

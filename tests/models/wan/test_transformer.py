@@ -114,10 +114,11 @@ def test_float32_islands_are_those_of_diffusers(expert):
         ".".join(map(str, path)): param.dtype
         for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))
     }
+    table = transformer_map(model.config)
     ours = {
         name
-        for entry in transformer_map(model.config).entries
-        for name in entry.sources(model.config.layers)
+        for entry in table.entries
+        for name in table.sources(entry)
         if dtypes[entry.parameter] == jnp.float32
     }
     assert ours == set(json.loads(str(expert.golden["fp32_islands_json"])))

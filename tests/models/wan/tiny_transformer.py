@@ -56,8 +56,9 @@ def with_weights(config: WanTransformerConfig, folder: Path, dtype: jnp.dtype) -
     )
     graph, state = nnx.split(model)
     params = {".".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
-    for entry in transformer_map(config).entries:
-        parts = [entry.transform.apply(tensors[name]) for name in entry.sources(config.layers)]
+    table = transformer_map(config)
+    for entry in table.entries:
+        parts = [entry.transform.apply(tensors[name]) for name in table.sources(entry)]
         value = np.stack(parts) if entry.stacked else parts[0]
         param = params[entry.parameter]
         assert value.shape == param.shape, entry
