@@ -99,6 +99,10 @@ def _mean_and_spread(name: str, shape: torch.Size) -> tuple[float, float]:
         return 0.0, 0.3
     if "relative_attention_bias" in name:
         return 0.0, 0.5
+    if any(part in name for part in ("pos_embed", "position_embedding", "padding_tokens")):
+        return 0.0, 0.3
+    if name.startswith("motion_encoder."):  # its layers divide by the root of the inputs themselves
+        return 0.0, 1.0
     if "shared" in name or "embed_tokens" in name:
         return 0.0, 1.0
     spread = 1.0 / math.sqrt(math.prod(shape[1:]))
