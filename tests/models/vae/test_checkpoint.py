@@ -1,16 +1,24 @@
 """Every parameter of the autoencoder has one diffusers tensor, of the right shape."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from flax import nnx
 
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
 from maxdiffusion.models.vae.checkpoint import vae_map
+from maxdiffusion.models.vae.config import wan_2_2_vae
+
+# Names and shapes of every tensor of the released checkpoints.
+NAMES = Path(__file__).parents[2] / "goldens" / "names"
 
 CONFIGS = {
     "released": WanVaeConfig(),
     "small": WanVaeConfig(base_dim=16, dim_mult=(1, 2, 2, 2), num_res_blocks=1),
     "wider decoder": WanVaeConfig(base_dim=8, decoder_base_dim=12),
+    "released 2.2": wan_2_2_vae(),
 }
 
 
@@ -26,10 +34,28 @@ def test_the_map_names_every_parameter_once(config: WanVaeConfig) -> None:
     assert sorted(parameters) == sorted(shapes(config))
 
 
-def test_the_released_model_has_its_tensors_and_size() -> None:
-    entries = vae_map(WanVaeConfig()).entries
-    assert len({entry.source for entry in entries}) == 194
-    assert sum(int(np.prod(shape)) for shape in shapes(WanVaeConfig()).values()) == 126_892_531
+@pytest.mark.parametrize(
+    ("config", "tensors", "size"),
+    [(WanVaeConfig(), 194, 126_892_531), (wan_2_2_vae(), 196, 704_688_668)],
+    ids=["2.1", "2.2"],
+)
+def test_the_released_models_have_their_tensors_and_size(
+    config: WanVaeConfig, tensors: int, size: int
+) -> None:
+    assert len({entry.source for entry in vae_map(config).entries}) == tensors
+    assert sum(int(np.prod(shape)) for shape in shapes(config).values()) == size
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.2"])
+def test_names_and_shapes_are_those_of_the_release(version: str) -> None:
+    config = WanVaeConfig() if version == "2.1" else wan_2_2_vae()
+    released = json.loads((NAMES / f"vae{version}.json").read_text())
+    ours = shapes(config)
+    found = {
+        entry.source: list(entry.source_shape(ours[entry.parameter]))
+        for entry in vae_map(config).entries
+    }
+    assert found == released
 
 
 # Names and shapes of the released checkpoint, one of every kind.

@@ -1,4 +1,4 @@
-"""The WAN 2.1 video autoencoder, with chunked, tiled and spatially sharded runs."""
+"""The WAN video autoencoders (2.1 and 2.2), with chunked, tiled and spatially sharded runs."""
 
 from maxdiffusion.models.vae.autoencoder import ALL_FRAMES, LatentDistribution, WanVae
 from maxdiffusion.models.vae.config import WanVaeConfig

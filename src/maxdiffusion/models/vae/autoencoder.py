@@ -1,7 +1,7 @@
-"""The WAN 2.1 video autoencoder over [B F Y X C].
+"""The WAN video autoencoders, 2.1 and 2.2, over [B F Y X C].
 
     video 1 + 4n frames --encoder--> moments --mode--> latents 1 + n frames, 1/8 height and width
-    latents --decoder--> video in [-1, 1]
+    latents --decoder--> video in [-1, 1]                      (2.2: 1/16, pixels folded by 2)
 
 Both directions run in chunks of latent frames: the first chunk takes the first frame and what does
 not fill a chunk, the others follow in a scan that carries what every layer has seen. The result is
@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.models.vae.coders import Decoder, Encoder
+from maxdiffusion.models.vae.coders import Decoder, Encoder, fold, unfold
 from maxdiffusion.models.vae.config import WanVaeConfig
 from maxdiffusion.models.vae.layers import Numerics, Pointwise
 from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
@@ -85,24 +85,27 @@ class WanVae(nnx.Module):
         """The distribution of the latents of a video in [-1, 1].
 
         It is run `chunk` latent frames at a time (-1: all), in tiles or, with None, frames whole.
+        As in diffusers, tiles are measured in pixels after folding: those of the 2.2 autoencoder
+        cover twice their height and width.
         """
         config = self.config
-        _check_shape("video", video.shape, config.in_channels)
+        _check_shape("video", video.shape, config.video_channels)
         _check_sides(video.shape, config.spatial_factor)
         latent_frames = config.latent_frames(video.shape[1])
         first, chunk = _chunks(latent_frames, chunk)
         first, chunk = config.video_frames(first), chunk * config.temporal_factor
+        factor = config.spatial_factor // config.fold_size  # folded pixels per latent
 
         def run(x: Array) -> Array:
-            height, width = (size // config.spatial_factor for size in x.shape[2:4])
+            height, width = (size // factor for size in x.shape[2:4])
             split = sharding.resized(height=height, width=width)
             return run_in_chunks(partial(self._encoder_step, split), x, first=first, chunk=chunk)
 
-        video = video.astype(self.dtype)
+        folded = fold(video.astype(self.dtype), config.fold_size)
         if tiling is None or tiling.covers(video.shape[2], video.shape[3]):
-            return LatentDistribution(self.quant_conv(run(video)))
-        in_latents = tiling.in_latents(config.spatial_factor)
-        tiles = map_tiles(lambda x: self.quant_conv(run(x)), tiling.cut(video))
+            return LatentDistribution(self.quant_conv(run(folded)))
+        in_latents = tiling.divided(factor)
+        tiles = map_tiles(lambda x: self.quant_conv(run(x)), tiling.cut(folded))
         return LatentDistribution(sharding.constrain(in_latents.join(tiles)))
 
     def decode(
@@ -125,11 +128,12 @@ class WanVae(nnx.Module):
             return run_in_chunks(partial(self._decoder_step, split), x, first=first, chunk=chunk)
 
         x = self.post_quant_conv(latents.astype(self.dtype))
-        in_latents = None if tiling is None else tiling.in_latents(self.config.spatial_factor)
+        patch = self.config.fold_size
+        in_latents = None if tiling is None else tiling.divided(self.config.spatial_factor)
         if tiling is None or in_latents is None or in_latents.covers(x.shape[2], x.shape[3]):
-            return jnp.clip(run(x), -1.0, 1.0)
-        video = tiling.join(map_tiles(run, in_latents.cut(x)))
-        return sharding.constrain(jnp.clip(video, -1.0, 1.0))
+            return unfold(jnp.clip(run(x), -1.0, 1.0), patch)
+        video = tiling.divided(patch).join(map_tiles(run, in_latents.cut(x)))
+        return sharding.constrain(unfold(jnp.clip(video, -1.0, 1.0), patch))
 
     def normalise(self, latents: Float[Array, "*dims C"]) -> Float[Array, "*dims C"]:
         """Encoded latents with the mean 0 and deviation 1 that the transformer works on."""

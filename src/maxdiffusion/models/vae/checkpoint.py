@@ -1,4 +1,4 @@
-"""Checkpoint map between diffusers' WAN 2.1 autoencoder and `WanVae`."""
+"""Checkpoint map between diffusers' WAN autoencoders, 2.1 and 2.2, and `WanVae`."""
 
 from collections.abc import Iterator
 
@@ -22,36 +22,46 @@ def vae_map(config: WanVaeConfig) -> CheckpointMap:
 
 def _encoder(config: WanVaeConfig) -> Iterator[Entry]:
     yield from _conv3d("encoder.conv_in", "encoder.conv_in")
-    widths = (config.base_dim, *config.encoder_dims)
-    position = 0  # diffusers keeps the blocks and downsamplers of all stages in one flat list
+    sources = _nested_blocks(config) if config.is_residual else _flat_blocks(config)
     for level, halve_time in enumerate((*config.temperal_downsample, None)):
         stage = f"encoder.stages.{level}"
         for block in range(config.num_res_blocks):
-            widens = block == 0 and widths[level] != widths[level + 1]
-            source = f"encoder.down_blocks.{position}"
-            yield from _resnet(f"{stage}.resnets.{block}", source, shortcut=widens)
-            position += 1
+            widens = block == 0 and config.encoder_inputs[level] != config.encoder_dims[level]
+            yield from _resnet(f"{stage}.resnets.{block}", next(sources), shortcut=widens)
         if halve_time is not None:
-            source = f"encoder.down_blocks.{position}"
-            yield from _resample(f"{stage}.resample", source, time=halve_time)
-            position += 1
+            yield from _resample(f"{stage}.resample", next(sources), time=halve_time)
     yield from _mid("encoder")
     yield from _head("encoder")
+
+
+def _flat_blocks(config: WanVaeConfig) -> Iterator[str]:
+    """Yields the names of the 2.1 encoder's blocks and downsamplers: one list for all stages."""
+    levels = len(config.dim_mult)
+    for position in range(levels * config.num_res_blocks + levels - 1):
+        yield f"encoder.down_blocks.{position}"
+
+
+def _nested_blocks(config: WanVaeConfig) -> Iterator[str]:
+    """Yields the names of the 2.2 encoder's blocks and downsamplers: a list for every stage."""
+    for level in range(len(config.dim_mult)):
+        for block in range(config.num_res_blocks):
+            yield f"encoder.down_blocks.{level}.resnets.{block}"
+        if level < len(config.dim_mult) - 1:
+            yield f"encoder.down_blocks.{level}.downsampler"
 
 
 def _decoder(config: WanVaeConfig) -> Iterator[Entry]:
     yield from _conv3d("decoder.conv_in", "decoder.conv_in")
     yield from _mid("decoder")
-    widths = config.decoder_dims
+    upsampler = "upsampler" if config.is_residual else "upsamplers.0"
     for level, double_time in enumerate((*reversed(config.temperal_downsample), None)):
         stage, source = f"decoder.stages.{level}", f"decoder.up_blocks.{level}"
-        width_in = widths[level - 1] // 2 if level else widths[0]
         for block in range(config.num_res_blocks + 1):
-            widens = block == 0 and width_in != widths[level]
+            widens = block == 0 and config.decoder_inputs[level] != config.decoder_dims[level]
             resnet = f"resnets.{block}"
             yield from _resnet(f"{stage}.{resnet}", f"{source}.{resnet}", shortcut=widens)
         if double_time is not None:
-            yield from _resample(f"{stage}.resample", f"{source}.upsamplers.0", time=double_time)
+            yield from _resample(f"{stage}.resample", f"{source}.{upsampler}", time=double_time)
     yield from _head("decoder")
 
 

@@ -1,9 +1,12 @@
 """Encoder and decoder of the VAE: residual stages between resolutions.
 
-A stage of the encoder halves height and width, some also time; one of the decoder doubles them.
+A stage of the encoder halves height and width, some also time; one of the decoder doubles them. In
+the 2.2 autoencoder pixels are folded into channels around both, and every stage that changes the
+resolution has a shortcut without parameters: means on the way down, copies on the way up.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -26,11 +29,88 @@ from maxdiffusion.models.vae.layers import (
 from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 
+def fold(x: Float[Array, "B F Y X C"], patch: int) -> Float[Array, "B F y x O"]:
+    """Returns squares of `patch` pixels as channels, in the order channel, column, row."""
+    if patch == 1:
+        return x
+    batch, frames, height, width, channels = x.shape
+    squares = x.reshape(batch, frames, height // patch, patch, width // patch, patch, channels)
+    return squares.transpose(0, 1, 2, 4, 6, 5, 3).reshape(
+        batch, frames, height // patch, width // patch, channels * patch * patch
+    )
+
+
+def unfold(x: Float[Array, "B F Y X C"], patch: int) -> Float[Array, "B F y x O"]:
+    """Returns the pixels that `fold` made channels of."""
+    if patch == 1:
+        return x
+    batch, frames, height, width, channels = x.shape
+    squares = x.reshape(batch, frames, height, width, channels // patch**2, patch, patch)
+    return squares.transpose(0, 1, 2, 6, 3, 5, 4).reshape(
+        batch, frames, height * patch, width * patch, channels // patch**2
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AverageDown:
+    """Shortcut of an encoder stage: means of `time` x `side` x `side` values and channels.
+
+    The values of a cell become channels (channel, frame, row, column); `channels` means of equal
+    groups of them are taken. A zero frame goes before the first chunk if frames are halved, since
+    its frames are odd.
+    """
+
+    channels: int
+    time: int
+    side: int
+
+    def __call__(
+        self, x: Float[Array, "B F Y X C"], is_first_chunk: bool
+    ) -> Float[Array, "B f y x O"]:
+        if is_first_chunk:
+            missing = -x.shape[1] % self.time
+            x = jnp.pad(x, ((0, 0), (missing, 0), (0, 0), (0, 0), (0, 0)))
+        batch, frames, height, width, channels = x.shape
+        time, side = self.time, self.side
+        size = (batch, frames // time, height // side, width // side)
+        cells = x.reshape(batch, size[1], time, size[2], side, size[3], side, channels).transpose(
+            0, 1, 3, 5, 7, 2, 4, 6
+        )
+        return jnp.mean(cells.reshape(*size, self.channels, -1), axis=-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RepeatUp:
+    """Shortcut of a decoder stage: copies of the channels fill `time` x `side` x `side` cells.
+
+    Every channel is repeated as often as needed; the copies, in order, are the values (channel,
+    frame, row, column) of the result. Of the first chunk the first frame is kept once.
+    """
+
+    channels: int
+    time: int
+    side: int
+
+    def __call__(
+        self, x: Float[Array, "B F Y X C"], is_first_chunk: bool
+    ) -> Float[Array, "B f y x O"]:
+        batch, frames, height, width, channels = x.shape
+        time, side = self.time, self.side
+        copies = self.channels * time * side * side // channels
+        repeated = jnp.broadcast_to(x[..., None], (*x.shape, copies))
+        cells = repeated.reshape(
+            batch, frames, height, width, self.channels, time, side, side
+        ).transpose(0, 1, 5, 2, 6, 3, 7, 4)
+        y = cells.reshape(batch, frames * time, height * side, width * side, self.channels)
+        return y[:, time - 1 :] if is_first_chunk else y
+
+
 class Upsample(nnx.Module):
     """Doubles, with `time_conv`, the frames after the first, then height and width."""
 
-    def __init__(self, dim: int, numerics: Numerics, *, double_time: bool):
-        self.conv = FrameConv((3, 3, dim, dim // 2), numerics)
+    def __init__(self, dims: tuple[int, int], numerics: Numerics, *, double_time: bool):
+        dim, out_dim = dims
+        self.conv = FrameConv((3, 3, dim, out_dim), numerics)
         self.time_conv = CausalConv((3, 1, 1, dim, 2 * dim), numerics) if double_time else None
 
     def __call__(
@@ -62,24 +142,27 @@ class Decoder(nnx.Module):
     """Latents to video, not yet clipped."""
 
     def __init__(self, config: WanVaeConfig, numerics: Numerics):
-        dims = config.decoder_dims
+        dims, inputs = config.decoder_dims, config.decoder_inputs
         self.conv_in = CausalConv((3, 3, 3, config.z_dim, dims[0]), numerics)
         self.mid = MidBlock(dims[0], numerics)
-        upsamples = [
-            Upsample(dim, numerics, double_time=double_time)
-            for dim, double_time in zip(
-                dims[:-1], reversed(config.temperal_downsample), strict=True
+        stages = []
+        for level, (before, dim) in enumerate(zip(inputs, dims, strict=True)):
+            resample, shortcut = None, None
+            if level < len(dims) - 1:
+                double_time = config.temperal_downsample[-1 - level]
+                resample = Upsample((dim, inputs[level + 1]), numerics, double_time=double_time)
+                if config.is_residual:
+                    shortcut = RepeatUp(channels=dim, time=1 + double_time, side=2)
+            stages.append(
+                Stage(
+                    (before, dim),
+                    numerics,
+                    blocks=config.num_res_blocks + 1,
+                    resample=resample,
+                    shortcut=shortcut,
+                )
             )
-        ]
-        # Every Upsample halves the channels.
-        widths = (dims[0], *(dim // 2 for dim in dims[:-1]))
-        blocks = config.num_res_blocks + 1
-        self.stages = nnx.List(
-            [
-                Stage((before, dim), numerics, blocks=blocks, resample=resample)
-                for before, dim, resample in zip(widths, dims, [*upsamples, None], strict=True)
-            ]
-        )
+        self.stages = nnx.List(stages)
         self.norm_out = RmsNorm(dims[-1], numerics)
         self.conv_out = CausalConv((3, 3, 3, dims[-1], config.out_channels), numerics)
 
@@ -144,21 +227,25 @@ class Encoder(nnx.Module):
     """Video to the unquantised moments of its latents."""
 
     def __init__(self, config: WanVaeConfig, numerics: Numerics):
-        dims = (config.base_dim, *config.encoder_dims)
-        self.conv_in = CausalConv((3, 3, 3, config.in_channels, dims[0]), numerics)
-        downsamples = [
-            Downsample(dim, numerics, halve_time=halve_time)
-            for dim, halve_time in zip(dims[1:-1], config.temperal_downsample, strict=True)
-        ]
-        blocks = config.num_res_blocks
-        self.stages = nnx.List(
-            [
-                Stage((before, dim), numerics, blocks=blocks, resample=resample)
-                for before, dim, resample in zip(
-                    dims[:-1], dims[1:], [*downsamples, None], strict=True
+        dims, inputs = config.encoder_dims, config.encoder_inputs
+        self.conv_in = CausalConv((3, 3, 3, config.in_channels, inputs[0]), numerics)
+        stages = []
+        for level, (before, dim) in enumerate(zip(inputs, dims, strict=True)):
+            resample, halve_time, side = None, False, 1
+            if level < len(dims) - 1:
+                halve_time, side = config.temperal_downsample[level], 2
+                resample = Downsample(dim, numerics, halve_time=halve_time)
+            shortcut = AverageDown(channels=dim, time=1 + halve_time, side=side)
+            stages.append(
+                Stage(
+                    (before, dim),
+                    numerics,
+                    blocks=config.num_res_blocks,
+                    resample=resample,
+                    shortcut=shortcut if config.is_residual else None,
                 )
-            ]
-        )
+            )
+        self.stages = nnx.List(stages)
         self.mid = MidBlock(dims[-1], numerics)
         self.norm_out = RmsNorm(dims[-1], numerics)
         self.conv_out = CausalConv((3, 3, 3, dims[-1], 2 * config.z_dim), numerics)

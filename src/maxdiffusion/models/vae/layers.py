@@ -217,8 +217,15 @@ class MidBlock(nnx.Module):
         return sharding.constrain(x), (before, after)
 
 
+# shortcut(x, is_first_chunk) -> what is added to the result of a stage
+Shortcut = Callable[[Array, bool], Array]
+
+
 class Stage(nnx.Module):
-    """Residual blocks at one resolution, then the step to the next one unless it is the last."""
+    """Residual blocks at one resolution, then the step to the next one unless it is the last.
+
+    With a `shortcut` the input of the stage, brought to the size of the result, is added to it.
+    """
 
     def __init__(
         self,
@@ -227,16 +234,19 @@ class Stage(nnx.Module):
         *,
         blocks: int,
         resample: Callable[[Array, Cache, SpatialSharding], tuple[Array, Cache]] | None,
+        shortcut: Shortcut | None = None,
     ):
         widths = (dims[0], *(dims[1],) * blocks)
         self.resnets = nnx.List(
             [ResidualBlock(widths[i], widths[i + 1], numerics) for i in range(blocks)]
         )
         self.resample = resample
+        self.shortcut = shortcut
 
     def __call__(
         self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding = WHOLE
     ) -> tuple[Float[Array, "B f y x O"], Cache]:
+        skipped = None if self.shortcut is None else self.shortcut(x, cache is None)
         layers: list[Any] = (
             [*self.resnets] if self.resample is None else [*self.resnets, self.resample]
         )
@@ -244,7 +254,7 @@ class Stage(nnx.Module):
         for index, layer in enumerate(layers):
             x, layer_cache = layer(x, None if cache is None else cache[index], sharding)
             caches.append(layer_cache)
-        return x, tuple(caches)
+        return (x if skipped is None else x + sharding.constrain(skipped)), tuple(caches)
 
 
 def attend_frame_by_frame(

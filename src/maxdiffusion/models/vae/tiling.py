@@ -43,8 +43,8 @@ class Tiling:
         if problems:
             raise ProblemsFound(problems)
 
-    def in_latents(self, factor: int) -> "Tiling":
-        """The same tiles measured in latents, `factor` pixels each."""
+    def divided(self, factor: int) -> "Tiling":
+        """Returns the same tiles measured in latents, or folded pixels, of `factor` pixels each."""
         problems = [
             Problem(
                 name=field.name,
