@@ -2,6 +2,7 @@
 
     write_video     frames [F Y X 3] -> YUV (BT.709) -> libx264 -> mp4, whole or not at all
     read_video      all frames, upright, at a constant rate
+    read_frames     frames at another rate, up to a number; refuses damaged and enormous files
     read_clip       the first frames, scaled to cover a size and cropped at the centre
     measure_video   frames and size without decoding them all
     read_metadata   tags such as the prompt
@@ -10,12 +11,13 @@ Filters are the same strings as on FFmpeg's command line.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import av
 import numpy as np
@@ -33,6 +35,7 @@ from maxdiffusion.runtime.files import replacing
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
 Filter = tuple[str, str]  # name and arguments
+T = TypeVar("T")
 
 CODEC = "libx264"
 CRF = 18  # of libx264: commonly used for no visible loss
@@ -43,6 +46,7 @@ IDENTITY = "episode_id"  # a tag of mp4 that is meant to identify a video
 HEADER_BYTES = 1 << 20  # faststart puts tags before the frames, with a few bytes for each frame
 LARGEST_RATE_DENOMINATOR = 1_001_000  # FFmpeg's own limit when it reads a frame rate
 _TO_BT709: Filter = ("scale", "out_color_matrix=bt709:out_range=tv")
+_KEEP_SIZE: Filter = ("scale", "flags=bicubic")
 _SCALING = "bicubic+accurate_rnd+full_chroma_int"  # bicubic averages over what it shrinks
 
 
@@ -152,10 +156,48 @@ def _video_stream(
 def read_video(path: Path) -> tuple[UInt8[np.ndarray, "F Y X 3"], float]:
     """Returns the frames of a video and its frames per second."""
     with _opened(path) as (container, stream):
-        frames = list(_decode(container, stream, [("scale", "flags=bicubic")]))
+        frames = list(_decode(stream, _decoded(container, stream), [_KEEP_SIZE]))
         if not frames:
             raise VideoError(f"{path}: contains no frames")
         return np.stack(frames), float(_frame_rate(stream))
+
+
+def read_frames(
+    path: Path, *, fps: float | None = None, most: int | None = None, most_pixels: int
+) -> UInt8[np.ndarray, "F Y X 3"]:
+    """Returns the frames of a video at `fps`, or at its own rate; at most `most` of them.
+
+    Frame i is the frame of the file that is nearest in time to i / fps (`resampled`). Raises
+    `VideoError` if the file is damaged or cut short, or if more than `most_pixels` are asked for.
+    """
+    with _opened(path) as (container, stream):
+        step = Fraction(1) if fps is None else _frame_rate(stream) / Fraction(fps)
+        source = _decode(stream, _undamaged(path, container, stream), [_KEEP_SIZE])
+        frames: list[np.ndarray] = []
+        for frame in resampled(source, step, most):
+            frames.append(frame)
+            if len(frames) * frame.shape[0] * frame.shape[1] > most_pixels:
+                size = f"{frame.shape[1]}x{frame.shape[0]}"
+                limit = f"more than {most_pixels / 1e6:.0f} million pixels"
+                raise VideoError(f"{path}: {len(frames)} frames of {size} are {limit}")
+    if not frames:
+        raise VideoError(f"{path}: contains no frames")
+    return np.stack(frames)
+
+
+def resampled(frames: Iterable[T], step: Fraction, most: int | None = None) -> Iterator[T]:
+    """Yields frames at another rate; `step` is the old rate over the new one.
+
+    Frame i of the result is frame floor(i * step + 1/2) of the source, the nearest in time; the
+    result ends where the source does, or after `most` frames.
+    """
+    given = 0
+    for index, frame in enumerate(frames):
+        while given != most and math.floor(given * step + Fraction(1, 2)) == index:
+            yield frame
+            given += 1
+        if given == most:
+            return
 
 
 def read_clip(path: Path, *, frames: int, height: int, width: int) -> UInt8[np.ndarray, "F Y X 3"]:
@@ -163,7 +205,7 @@ def read_clip(path: Path, *, frames: int, height: int, width: int) -> UInt8[np.n
     cover = f"{width}:{height}:force_original_aspect_ratio=increase:flags={_SCALING}"
     filters = [("scale", cover), ("crop", f"{width}:{height}")]
     with _opened(path) as (container, stream):
-        decoded = _decode(container, stream, filters)
+        decoded = _decode(stream, _decoded(container, stream), filters)
         found = [frame for _, frame in zip(range(frames), decoded, strict=False)]
     return np.stack(found) if found else np.zeros((0, height, width, 3), np.uint8)
 
@@ -212,12 +254,26 @@ def _decoded(container: InputContainer, stream: VideoStream) -> Iterator[av.Vide
             continue
 
 
+def _undamaged(
+    path: Path, container: InputContainer, stream: VideoStream
+) -> Iterator[av.VideoFrame]:
+    """Yields all frames; raises where one is damaged, or if the file ends before its last one."""
+    found = 0
+    for packet in container.demux(stream):
+        if packet.is_corrupt:
+            raise VideoError(f"{path}: is damaged or cut short after {found} frames")
+        found += bool(packet.size)
+        yield from packet.decode()
+    if found < stream.frames:  # as the header states it; 0 if it does not
+        raise VideoError(f"{path}: is cut short: {found} of {stream.frames} frames are there")
+
+
 def _decode(
-    container: InputContainer, stream: VideoStream, filters: Sequence[Filter]
+    stream: VideoStream, decoded: Iterable[av.VideoFrame], filters: Sequence[Filter]
 ) -> Iterator[UInt8[np.ndarray, "Y X 3"]]:
     """Yields RGB frames: at a constant rate, turned upright, and filtered."""
     graph = None
-    for frame in _decoded(container, stream):
+    for frame in decoded:
         if graph is None:
             constant_rate: Filter = ("fps", str(_frame_rate(stream)))
             chain = [constant_rate, *_upright(frame), *filters, ("format", "rgb24")]
