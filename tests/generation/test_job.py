@@ -212,7 +212,6 @@ REFUSED = {
     "enable_lora": "true",
     "quantization": "int8",
     "use_qwix_quantization": "true",
-    "wan_transformer_pretrained_model_name_or_path": "other/model",
     "revision": "v2",
     "converted_weights_dir": "weights",
     "scheduler_dtype": "bfloat16",

@@ -11,7 +11,7 @@ import importlib.resources
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ HUB_ID = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*"
 KINDS = ("*.json", "*.safetensors", "*.model", "*.txt")
 
 
-def download(repository: str, components: Sequence[str] | None, *, name: str) -> Path:
-    """Returns the local copy of a hub repository; problems carry the name of the field `name`."""
+def download(repository: str, files: Sequence[str], *, name: str) -> Path:
+    """Returns the local copy of these files (patterns) of a hub repository.
+
+    Problems carry the name of the field `name`.
+    """
     # Slow to import, and not needed for local folders.
     from huggingface_hub import errors, snapshot_download
 
     try:
-        found = snapshot_download(repository, allow_patterns=patterns(components))
+        found = snapshot_download(repository, allow_patterns=[*files])
     except (errors.GatedRepoError, errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
         rule = "is neither a folder here nor a hub repository that you may read"
         remedy = "Check the spelling; for a gated model accept its terms and log in (hf auth login)"
@@ -44,11 +47,19 @@ def download(repository: str, components: Sequence[str] | None, *, name: str) ->
     raise ProblemsFound([Problem(name=name, value=repository, rule=rule, remedy=remedy)])
 
 
-def patterns(components: Sequence[str] | None) -> list[str]:
-    """Returns the file patterns to download; None: those of all components."""
+def patterns(components: Sequence[str] | None, configs_only: Collection[str] = ()) -> list[str]:
+    """Returns the file patterns to download; None: those of all components.
+
+    Of the components in `configs_only` no weights are downloaded.
+    """
     if components is None:
         return list(KINDS)
-    return ["model_index.json", *(f"{part}/{kind}" for part in components for kind in KINDS)]
+    wanted = [
+        f"{part}/{kind}"
+        for part in components
+        for kind in (("*.json",) if part in configs_only else KINDS)
+    ]
+    return ["model_index.json", *wanted]
 
 
 EMBEDDED = "embedded"  # the small model that comes with the package
@@ -84,13 +95,18 @@ class ModelFolder:
         return self.root / component / file
 
 
-def open_model_folder(location: str | Path, *, needed: Sequence[str] | None = None) -> ModelFolder:
+def open_model_folder(
+    location: str | Path,
+    *,
+    needed: Sequence[str] | None = None,
+    configs_only: Collection[str] = (),
+) -> ModelFolder:
     """Returns the model at a folder, hub id or `embedded`; reads configs and weight headers.
 
-    `needed` names its components (None: all that it lists). Raises ProblemsFound with everything
-    that is wrong with them.
+    `needed` names its components (None: all that it lists); those in `configs_only` need no
+    weights. Raises ProblemsFound with everything that is wrong with them.
     """
-    root = locate(location, needed)
+    root = locate(location, needed, configs_only)
     index = _read_index(root)
     listed = listed_components(index)
     configs: dict[str, Mapping[str, Any]] = {}
@@ -101,7 +117,7 @@ def open_model_folder(location: str | Path, *, needed: Sequence[str] | None = No
             _check_component(root, name, listed)
             with problems:
                 configs[name] = _read_config(root / name)
-            if name not in SETTINGS and name != TOKENIZER_FOLDER:
+            if name not in (*SETTINGS, TOKENIZER_FOLDER, *configs_only):
                 weights[name] = open_weights(root / name)
     problems.raise_if_any()
     return ModelFolder(root=root, index=index, configs=configs, weights=weights)
@@ -116,7 +132,11 @@ def _read_index(root: Path) -> Mapping[str, Any]:
     return _read_json(root / MODEL_INDEX, "Name the folder that holds this file")
 
 
-def locate(location: str | Path, needed: Sequence[str] | None = None) -> Path:
+def locate(
+    location: str | Path,
+    needed: Sequence[str] | None = None,
+    configs_only: Collection[str] = (),
+) -> Path:
     """Returns the local folder of a model; downloads a hub id (only the `needed` components)."""
     if str(location) == EMBEDDED:
         return Path(str(importlib.resources.files("maxdiffusion") / "assets" / "wan_tiny"))
@@ -128,7 +148,7 @@ def locate(location: str | Path, needed: Sequence[str] | None = None) -> Path:
     if os.path.exists(path):
         raise ProblemsFound([_not_a_folder(location, "is a file")])
     if is_hub_id(location):
-        return download(str(location), needed, name=KEY)
+        return download(str(location), patterns(needed, configs_only), name=KEY)
     raise ProblemsFound([_not_a_folder(location, "does not exist")])
 
 
@@ -223,12 +243,15 @@ def component_digests(folder: ModelFolder) -> dict[str, str]:
     Large files enter by their size, header and samples of their content: hashing 28 GB on every
     host before each run would take longer than loading it.
     """
-    return {
-        f"checkpoint {name}": _digest(
-            file for file in sorted((folder.root / name).rglob("*")) if file.is_file()
-        )
-        for name in folder.components
-    }
+    return {f"checkpoint {name}": _digest(_files_of(folder, name)) for name in folder.components}
+
+
+def _files_of(folder: ModelFolder, component: str) -> list[Path]:
+    """Returns the files of a component; weights may come from another place."""
+    own = folder.root / component
+    if component in folder.weights and folder.weights[component].folder != own:
+        return [own / CONFIG, *folder.weights[component].files]
+    return [file for file in sorted(own.rglob("*")) if file.is_file()]
 
 
 def _digest(files: Iterable[Path]) -> str:

@@ -38,6 +38,7 @@ from maxdiffusion.checkpoints.safetensors_io import (
     FileReader,
     StoredTensor,
     StoredWeights,
+    TensorPatch,
     TensorReader,
     extents,
     intersect,
@@ -58,6 +59,7 @@ class Match:
     variable: nnx.Variable
     entry: Entry
     sources: tuple[StoredTensor, ...]
+    patches: tuple[tuple[TensorPatch, ...], ...]  # of each source
 
     @property
     def dims(self) -> tuple[str, ...]:
@@ -86,7 +88,10 @@ def match_parameters(
             with problems:
                 _check_tensor(stored, name, tensors.get(name), shape)
         found = tuple(tensors[name] for name in names if name in tensors)
-        matches.append(Match(path=path, variable=variable, entry=entry, sources=found))
+        patches = tuple(stored.patches.get(name, ()) for name in names)
+        matches.append(
+            Match(path=path, variable=variable, entry=entry, sources=found, patches=patches)
+        )
     problems.raise_if_any()
     return matches
 
@@ -132,7 +137,7 @@ def _unexpected(stored: StoredWeights, name: str) -> Problem:
 
 def _problem(stored: StoredWeights, name: str, value: str, rule: str) -> Problem:
     return Problem(
-        name=f"{stored.folder.name}: {name}",
+        name=f"{stored.folder.name}: {stored.written(name)}",
         value=value,
         rule=rule,
         remedy="Use weights and config.json of the same model",
@@ -144,6 +149,7 @@ class Read:
     """Reads one box of a stored tensor into the box of the parameter that it becomes."""
 
     tensor: StoredTensor
+    patches: tuple[TensorPatch, ...]
     tensor_box: Box
     transform: Transform
     stacked: bool
@@ -157,8 +163,12 @@ class Read:
         return volume(self.tensor_box) * self.tensor.float_dtype.itemsize
 
     def run(self, reader: TensorReader) -> int:
-        """Reads the values, rearranges them and puts them into the buffers; returns their bytes."""
+        """Reads, patches and rearranges the values, and stores them; returns their bytes."""
         source = reader.read(self.tensor, self.tensor_box)
+        if self.patches:
+            source = source.astype(np.float32)  # a copy: patches may read, too
+        for patch in self.patches:
+            source = patch.apply(source, self.tensor_box, reader)
         values = self.transform.apply(source)
         values = values[None] if self.stacked else values
         wanted = intersect(self.target_box, self.region)
@@ -178,6 +188,7 @@ def read_plan(match: Match, target: ParameterBuffers, read_bytes: int) -> Iterat
             for part in _parts(transform, box, tensor, read_bytes):
                 yield Read(
                     tensor=tensor,
+                    patches=match.patches[layer],
                     tensor_box=_tensor_box(transform, part),
                     transform=transform,
                     stacked=stacked,

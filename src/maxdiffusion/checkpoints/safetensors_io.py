@@ -153,13 +153,23 @@ INDEX_SUFFIX = ".safetensors.index.json"
 SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors")
 
 
+def _same_name(name: str) -> str:
+    return name
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredWeights:
-    """All tensors of a component by name, and the files that hold them."""
+    """All tensors of a component by name, and the files that hold them.
 
-    folder: Path
+    The names are diffusers'. Files that spell them otherwise are translated when they are opened
+    (`original_files`); `written` returns the spelling of the files, for messages.
+    """
+
+    folder: Path  # or the file, where it is one
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor] = field(repr=False)
+    patches: Mapping[str, tuple["TensorPatch", ...]] = field(default_factory=dict, repr=False)
+    written: Callable[[str], str] = field(default=_same_name, repr=False)
 
 
 def open_weights(folder: Path) -> StoredWeights:
@@ -167,7 +177,15 @@ def open_weights(folder: Path) -> StoredWeights:
 
     Raises ProblemsFound with everything that is wrong there.
     """
-    listed = _files(folder)
+    return _open(folder, _files(folder))
+
+
+def open_file(file: Path) -> StoredWeights:
+    """Returns the tensors of a single file; reads only its header."""
+    return _open(file, _Listing(files=(file,)))
+
+
+def _open(folder: Path, listed: "_Listing") -> StoredWeights:
     problems = Collector(listed.problems)
     tensors: dict[str, StoredTensor] = {}
     for file in listed.files:
@@ -409,6 +427,14 @@ class TensorReader(ABC):
     @abstractmethod
     def close(self) -> None:
         """Closes the files."""
+
+
+class TensorPatch(ABC):
+    """A change of the values of one tensor, made in float32 while they are read."""
+
+    @abstractmethod
+    def apply(self, values: np.ndarray, box: Box, reader: TensorReader) -> np.ndarray:
+        """Returns the new values of `box` of the tensor, from its float32 `values` there."""
 
 
 class FileReader(TensorReader):

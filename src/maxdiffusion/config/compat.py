@@ -64,12 +64,6 @@ EVERY_STEP = "Leave it false: every step is computed"
 ROWS = (
     # Model
     refused(
-        "wan_transformer_pretrained_model_name_or_path",
-        "",
-        "Another source for the transformer alone; empty = the same as the rest.",
-        way_out="Put the transformer into the folder of pretrained_model_name_or_path",
-    ),
-    refused(
         "revision",
         "",
         "Revision of a hub id; empty = its main one.",

@@ -108,6 +108,15 @@ class ModelFields:
         "Text-to-video or image-to-video; I2V loads and prints, but does not run yet.",
         Choice(("T2V", "I2V")),
     )
+    wan_transformer_pretrained_model_name_or_path: str = setting(
+        "",
+        "Other weights for the transformer: a file, a folder, or a place on the hub, with original "
+        "or diffusers tensor names (docs/checkpoints.md); empty = those of the model.",
+    )
+    wan_transformer_2_pretrained_model_name_or_path: str = setting(
+        "",
+        "The same for the low-noise expert, where the key above does not name a folder with both.",
+    )
     pretrained_orbax_dir: str = setting(
         "", "Folder of converted weights for faster loads; the first run fills it."
     )

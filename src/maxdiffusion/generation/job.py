@@ -42,6 +42,7 @@ from maxdiffusion.generation.settings import (
     pipeline_settings,
     program_shape,
     sampler,
+    transformer_files,
     use_aot_cache,
     video_shape,
 )
@@ -153,7 +154,7 @@ def open_model(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> tuple[Mod
             check_without_model(config, **counts(devices))
         problems.raise_if_any()
     with problems:
-        return open_wan_folder(location)
+        return open_wan_folder(location, transformer_files(config))
     with problems:
         check_without_model(config, **counts(devices))
     raise ProblemsFound(problems.problems)

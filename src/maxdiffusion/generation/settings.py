@@ -23,7 +23,7 @@ from maxdiffusion.models.vae import Tiling
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
 from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
-from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec
 from maxdiffusion.runtime.files import as_path
 from maxdiffusion.runtime.profiling import ProfilePlan
 
@@ -93,6 +93,14 @@ def decoding(config: Config) -> Decoding:
         chunk=config.vae_decode_chunk,
         tiling=tiling if config.vae_tiling else None,
         spatial_devices=config.vae_spatial,
+    )
+
+
+def transformer_files(config: Config) -> TransformerFiles:
+    """Returns the files that replace the transformers of the folder."""
+    return TransformerFiles(
+        first=config.wan_transformer_pretrained_model_name_or_path,
+        second=config.wan_transformer_2_pretrained_model_name_or_path,
     )
 
 

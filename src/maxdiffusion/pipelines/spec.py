@@ -51,11 +51,36 @@ class WanSpec:
         return replace(self, transformer=replace(self.transformer, spread_weights=spread))
 
 
-def open_wan_folder(location: str | Path) -> tuple[ModelFolder, WanSpec]:
-    """Returns the folder of a WAN text-to-video model and its spec; raises all problems."""
+@dataclass(frozen=True, kw_only=True)
+class TransformerFiles:
+    """Locations of transformers that replace those of a folder; empty text = not given.
+
+    `second` is the low-noise expert of a model with two, unless `first` is a folder with both.
+    """
+
+    first: str = ""
+    second: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.first or self.second)
+
+
+def open_wan_folder(
+    location: str | Path, transformers: TransformerFiles | None = None
+) -> tuple[ModelFolder, WanSpec]:
+    """Returns the folder of a WAN text-to-video model and its spec; raises all problems.
+
+    Weights of its transformers are taken from `transformers`, if they are given.
+    """
     second = (SECOND_EXPERT,) if _has_second_expert(read_model_index(location)) else ()
-    folder = open_model_folder(location, needed=(*COMPONENTS, *second))
-    return folder, read_spec(folder)
+    replaced = ("transformer", *second) if transformers else ()
+    folder = open_model_folder(location, needed=(*COMPONENTS, *second), configs_only=replaced)
+    spec = read_spec(folder)
+    if transformers:
+        from maxdiffusion.pipelines.other_transformers import with_transformers
+
+        folder = with_transformers(folder, spec, transformers)
+    return folder, spec
 
 
 def read_spec(folder: ModelFolder) -> WanSpec:

@@ -34,7 +34,7 @@ from maxdiffusion.pipelines.programs import (
 )
 from maxdiffusion.pipelines.request import Request, latent_shape, request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings, Precision
-from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, open_wan_folder
+from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, open_wan_folder
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
 from maxdiffusion.runtime.timing import StepTime
 
@@ -161,12 +161,14 @@ class WanPipeline:
         mesh: Mesh | None = None,
         *,
         settings: PipelineSettings | None = None,
+        transformers: TransformerFiles | None = None,
         progress: Progress | None = None,
     ) -> "WanPipeline":
         """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
 
         `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
-        in float32. `settings` holds everything else, and then the dtypes too.
+        in float32. `settings` holds everything else, and then the dtypes too. `transformers` names
+        other files for the transformers, such as single files with Wan-AI's own tensor names.
         """
         if settings is None:
             settings = PipelineSettings(precision=Precision.of(dtype or "float32"))
@@ -174,7 +176,7 @@ class WanPipeline:
             raise ValueError(
                 f"dtype={dtype!r}: settings.precision holds the dtypes. Give one of the two."
             )
-        opened, spec = open_wan_folder(folder)
+        opened, spec = open_wan_folder(folder, transformers)
         builder = ProgramBuilder(
             spec=spec.with_scan(settings.scan_layers),
             settings=settings,

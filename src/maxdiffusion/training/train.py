@@ -23,7 +23,11 @@ from maxdiffusion.diffusion.registry import find_sampler
 from maxdiffusion.distributed.coordination import assert_equal_across_processes
 from maxdiffusion.distributed.service import is_multiprocess
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.generation.settings import profile_notes, use_compilation_cache
+from maxdiffusion.generation.settings import (
+    profile_notes,
+    transformer_files,
+    use_compilation_cache,
+)
 from maxdiffusion.models.abstract import AbstractModel, Values
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.models.vae.checkpoint import vae_map
@@ -124,7 +128,7 @@ def check_export_target(config: Config) -> None:
 
 def resolve_job(config: Config) -> TrainingJob:
     """Returns the job: attention planned for every bucket, clips encoded."""
-    folder, spec = open_wan_folder(config.pretrained_model_name_or_path)
+    folder, spec = open_wan_folder(config.pretrained_model_name_or_path, transformer_files(config))
     if is_multiprocess():
         assert_equal_across_processes("inputs", component_digests(folder))
     check_export_room(config, folder)
