@@ -8,6 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -45,10 +46,11 @@ from maxdiffusion.generation.settings import (
     use_compilation_cache,
     video_shape,
 )
+from maxdiffusion.pipelines import pipeline_named
+from maxdiffusion.pipelines.base import VideoPipeline, load_wan_parameters
 from maxdiffusion.pipelines.programs import FixedMEligibleHeads, as_bytes
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
-from maxdiffusion.pipelines.wan import WanPipeline, load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import PROGRESS, bytes_bar, steps_bar
@@ -60,6 +62,7 @@ logger = logging.getLogger(__name__)
 
 Group = tuple[Video, ...]
 """Videos that are made at once."""
+Pipeline = TypeVar("Pipeline", bound=VideoPipeline)
 
 
 def generate(parsed: ParsedConfig, *, search_tiles: SearchTiles | None = None) -> None:
@@ -97,7 +100,7 @@ class Run:
     """A loaded pipeline, and where its videos, times and counts go."""
 
     job: ResolvedJob
-    pipeline: WanPipeline
+    pipeline: VideoPipeline
     writer: VideoWriter
     timings: Timings
     report: "FixedMReport"
@@ -192,7 +195,7 @@ def group_videos(videos: Group, stored: LatentCache, size: int) -> tuple[Group, 
     return (*batches(denoised, size), *batches(others, size))
 
 
-def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings) -> WanPipeline:
+def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings) -> VideoPipeline:
     """Returns the pipeline with the weights that these videos need."""
     PROGRESS.checkpoint("loading weights")
     cache = job.config.pretrained_orbax_dir
@@ -210,7 +213,7 @@ def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings)
         clock.ready(loaded.parameters.transformers)
     for message in loaded.messages:
         logger.info("weights of %s", message)
-    return WanPipeline(
+    return pipeline_named(job.shape.task.pipeline)(
         builder=job.builder,
         parameters=loaded.parameters,
         tokenizer=tokenizer,
@@ -219,14 +222,16 @@ def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings)
     )
 
 
-def pipeline_from_config(source: object, overrides: Mapping[str, object]) -> WanPipeline:
+def pipeline_from_config(
+    kind: type[Pipeline], source: object, overrides: Mapping[str, object]
+) -> Pipeline:
     """Returns the loaded pipeline of a config file, mapping or ConfigDict, with overrides."""
     parsed = parse_config(source, overrides)
     use_compilation_cache(parsed.config)
     job, folder = resolve_job(parsed)
     cache = parsed.config.pretrained_orbax_dir
     loaded = load_wan_parameters(folder, job.builder, cache=as_path(cache) if cache else None)
-    return WanPipeline(
+    return kind(
         builder=job.builder,
         parameters=loaded.parameters,
         tokenizer=PromptTokenizer.load(folder.root / "tokenizer"),
@@ -258,7 +263,7 @@ def find_prompts(
 
 
 def compile_programs(
-    pipeline: WanPipeline,
+    pipeline: VideoPipeline,
     request: Request,
     videos: Group,
     timings: Timings,
@@ -341,7 +346,7 @@ class StepCount:
     """Counts the fixed-m heads of one group, where the report is active."""
 
     report: FixedMReport
-    pipeline: WanPipeline
+    pipeline: VideoPipeline
     request: Request
     experts: Experts
 

@@ -1,5 +1,7 @@
 """Builds the programs of a generation from shapes alone; compiling them needs no weights.
 
+encode         pixels -> latents                                     once per image or video
+encode_image   pixels -> CLIP tokens                                 once per image
 read_text      text embeddings -> keys and values for every layer    once per prompt and expert
 start          noise -> the sampler's first state                    once per batch
 denoise_step   one step of the loop                                  every step
@@ -30,10 +32,10 @@ from maxdiffusion.diffusion.denoise import StepFunction, step_inputs
 from maxdiffusion.diffusion.guidance import Guidance
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.vae import SpatialSharding
-from maxdiffusion.models.wan import TextKeysValues
-from maxdiffusion.pipelines.request import LatentShape
+from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
+from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,12 @@ class ProgramShape:
     latent: LatentShape
     guidance: Guidance
     text_length: int
+    task: Task = field(default_factory=TextToVideo)
+
+    @property
+    def decoded(self) -> LatentShape:
+        """Latents of one video as they are decoded: without frames that the task adds."""
+        return self.latent.with_frames(self.latent.frames - self.task.extra_frames)
 
     @property
     def model_batch(self) -> int:
@@ -145,8 +153,11 @@ class ProgramBuilder:
 
     def attention(self, shape: ProgramShape) -> BlockAttention:
         """Plans the attentions of a block; raises UnsupportedAttention with every reason."""
+        image_tokens = shape.task.image_tokens
         return BlockAttention(
-            self_attention=self.self_attention(shape), cross_attention=self.cross_attention(shape)
+            self_attention=self.self_attention(shape),
+            cross_attention=self.cross_attention(shape, shape.text_length),
+            image_attention=self.cross_attention(shape, image_tokens) if image_tokens else None,
         )
 
     def self_attention(self, shape: ProgramShape) -> AttentionPlan:
@@ -155,10 +166,10 @@ class ProgramBuilder:
         problem = self._attention_problem(shape)
         return plan_attention(settings.attention, problem, self.mesh, settings.attention_options)
 
-    def cross_attention(self, shape: ProgramShape) -> AttentionPlan:
-        """Plans the attention of tokens to text."""
+    def cross_attention(self, shape: ProgramShape, keys: int) -> AttentionPlan:
+        """Plans the attention of tokens to this many keys of a text or an image."""
         settings = self.settings
-        problem = replace(self._attention_problem(shape), kv_len=shape.text_length)
+        problem = replace(self._attention_problem(shape), kv_len=keys)
         return plan_cross_attention(
             settings.attention, problem, self.mesh, settings.attention_options
         )
@@ -184,17 +195,59 @@ class ProgramBuilder:
             width=shape.latent.columns,
         )
 
-    def read_text(self, weights: nnx.State, text: Float[Array, "B T E"]) -> TextKeysValues:
-        """Returns the text keys and values of every layer."""
+    def read_text(
+        self,
+        weights: nnx.State,
+        text: Float[Array, "B T E"],
+        image: Float[Array, "B I O"] | None,
+    ) -> TextKeysValues:
+        """Returns the keys and values of every layer for a text, and for image tokens."""
         transformer = nnx.merge(self.models.transformer.graph, weights)
-        return transformer.text_keys_values(text, layout=self.layout)
+        return transformer.text_keys_values(text, image, layout=self.layout)
 
     def lower_read_text(self, shape: ProgramShape) -> jax.stages.Lowered:
         """Lowers `read_text`."""
         return self._lower(
-            jax.jit(self.read_text, out_shardings=self._text_sharding(shape)),
+            jax.jit(self.read_text, out_shardings=self._text_shardings(shape)),
             self.models.transformer.on(self.mesh),
             self._text_embeddings(shape),
+            self.image_tokens(shape),
+        )
+
+    def lower_encode(self, shape: ProgramShape, frames: int) -> jax.stages.Lowered:
+        """Lowers the VAE encoder: pixels of `frames` frames in -1..1 to normalised latents."""
+        graph, decoding = self.models.vae.graph, self.settings.decoding
+        sharding, factor = self.decoder_sharding(shape), self.spec.vae.spatial_factor
+        size = (1, frames, shape.latent.rows * factor, shape.latent.columns * factor, 3)
+
+        def encode(weights: nnx.State, pixels: Float[Array, "B F Y X C"]) -> Array:
+            vae = nnx.merge(graph, weights)
+            encoded = vae.encode(
+                pixels, chunk=decoding.chunk, tiling=decoding.tiling, sharding=sharding
+            )
+            return vae.normalise(encoded.mean)
+
+        return self._lower(
+            jax.jit(encode, out_shardings=self.everywhere),
+            self.models.vae.on(self.mesh),
+            self._replicated(size, jnp.float32),
+            mesh=sharding.mesh,
+        )
+
+    def lower_encode_image(self, images: int) -> jax.stages.Lowered:
+        """Lowers the image encoder: pixels of `images` images to tokens."""
+        encoder, config = self.models.image_encoder, self.spec.image_encoder
+        assert encoder is not None
+        assert config is not None
+        size = (images, config.image_size, config.image_size, 3)
+
+        def encode_image(weights: nnx.State, pixels: Float[Array, "B Y X C"]) -> Array:
+            return nnx.merge(encoder.graph, weights)(pixels)
+
+        return self._lower(
+            jax.jit(encode_image, out_shardings=self.everywhere),
+            encoder.on(self.mesh),
+            self._replicated(size, jnp.float32),
         )
 
     def lower_denoise_step(
@@ -219,6 +272,7 @@ class ProgramBuilder:
             self._abstract_text(shape),
             self._abstract_state(shape, sampler),
             jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
+            self.conditioning(shape),
         )
 
     def lower_fixed_m_eligible_heads(
@@ -229,9 +283,13 @@ class ProgramBuilder:
         layout = self.layout
 
         def fixed_m_eligible_heads(
-            weights: nnx.State, text: Any, sample: Array, timestep: Array
+            weights: nnx.State,
+            text: Any,
+            sample: Array,
+            timestep: Array,
+            conditioning: Conditioning,
         ) -> Array:
-            batch = shape.guidance.model_batch(sample.astype(dtype))
+            batch = shape.guidance.model_batch(conditioning.model_input(sample).astype(dtype))
             timesteps = jnp.full((batch.shape[0],), timestep, jnp.float32)
             transformer = nnx.merge(graph, weights)
             return transformer.fixed_m_eligible_heads(
@@ -244,6 +302,7 @@ class ProgramBuilder:
             self._abstract_text(shape),
             self._latents(shape),
             self._replicated((), jnp.float32),
+            self.conditioning(shape),
         )
 
     def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
@@ -270,7 +329,7 @@ class ProgramBuilder:
         return self._lower(
             jax.jit(decode, out_shardings=self.everywhere),
             self.models.vae.on(self.mesh),
-            self._replicated((1, *shape.latent.dims), jnp.float32),
+            self._replicated((1, *shape.decoded.dims), jnp.float32),
             mesh=sharding.mesh,
         )
 
@@ -294,20 +353,38 @@ class ProgramBuilder:
         size = (shape.model_batch, shape.text_length, self.spec.transformer.text_dim)
         return self._replicated(size, self.settings.precision.activations)
 
-    def _text_sharding(self, shape: ProgramShape) -> NamedSharding:
-        config = self.spec.transformer
-        one_layer = (shape.model_batch, shape.text_length, config.heads, config.head_dim)
-        dims = ("batch", "text", "heads", "head_dim")
-        return self.layout.sharding(dims, (config.layers, *one_layer))
+    def image_tokens(self, shape: ProgramShape) -> jax.ShapeDtypeStruct | None:
+        """Returns the image tokens of a batch as a replicated shape; None if it has none."""
+        if not shape.task.image_tokens:
+            return None
+        assert self.spec.transformer.image_dim is not None
+        size = (shape.model_batch, shape.task.image_tokens, self.spec.transformer.image_dim)
+        return self._replicated(size, self.settings.precision.activations)
+
+    def conditioning(self, shape: ProgramShape) -> Conditioning:
+        """Returns the conditioning of a batch as replicated shapes."""
+        return jax.tree.map(
+            lambda leaf: self._replicated(leaf.shape, leaf.dtype),
+            shape.task.shapes(shape.latent, shape.videos),
+        )
 
     def _abstract_text(self, shape: ProgramShape) -> TextKeysValues:
+        dims = ("batch", "text", "heads", "head_dim")
+
+        def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding = self.layout.sharding(dims, leaf.shape)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
         text = jax.eval_shape(
-            self.read_text, self.models.transformer.parameters, self._text_embeddings(shape)
+            self.read_text,
+            self.models.transformer.parameters,
+            self._text_embeddings(shape),
+            self.image_tokens(shape),
         )
-        sharding = self._text_sharding(shape)
-        return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), text
-        )
+        return jax.tree.map(with_sharding, text)
+
+    def _text_shardings(self, shape: ProgramShape) -> TextKeysValues:
+        return jax.tree.map(lambda leaf: leaf.sharding, self._abstract_text(shape))
 
     def _abstract_state(self, shape: ProgramShape, sampler: Sampler) -> Any:
         state = jax.eval_shape(sampler.start, self._latents(shape))

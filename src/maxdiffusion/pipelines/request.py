@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
 from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +32,6 @@ class VideoShape:
     height: int
     width: int
     num_frames: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentShape:
-    """Size of one video inside the model: latent frames, rows, columns, channels, and tokens."""
-
-    frames: int
-    rows: int
-    columns: int
-    channels: int
-    tokens: int
-
-    @property
-    def dims(self) -> tuple[int, int, int, int]:
-        """Frames, rows, columns and channels of one video's latents."""
-        return (self.frames, self.rows, self.columns, self.channels)
 
 
 def check_video_shape(
@@ -73,11 +58,18 @@ def check_video_shape(
 
 
 def latent_shape(
-    video: VideoShape, vae: WanVaeConfig, transformer: WanTransformerConfig
+    video: VideoShape,
+    vae: WanVaeConfig,
+    transformer: WanTransformerConfig,
+    task: Task | None = None,
 ) -> LatentShape:
-    """Returns the latents and tokens of a video; raises if the model cannot make its size."""
+    """Returns the latents and tokens of a video; raises if the model cannot make its size.
+
+    They include the frames that `task` adds in front.
+    """
     check_video_shape(video, vae, transformer)
     frames = (video.num_frames - 1) // vae.temporal_factor + 1
+    frames += 0 if task is None else task.extra_frames
     rows = video.height // vae.spatial_factor
     columns = video.width // vae.spatial_factor
     patch_frames, patch_rows, patch_columns = transformer.patch
@@ -94,7 +86,8 @@ def latent_shape(
 class Request:
     """A batch of videos, one per prompt: their prompts, size, sampler and guidance.
 
-    The videos start from the noise of their `seeds`, or from `latents`.
+    The videos start from the noise of their `seeds`, or from `latents`. `inputs` are the visual
+    conditions of the `task`, one value per video.
     """
 
     prompts: tuple[str, ...]
@@ -105,6 +98,8 @@ class Request:
     boundary_ratio: float | None
     seeds: tuple[int, ...] = ()
     latents: Float[np.ndarray, "B F Y X C"] | None = None
+    task: Task = field(default_factory=TextToVideo)
+    inputs: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         Collector([*self._count_problems(), *self._seed_problems()]).raise_if_any()
@@ -117,6 +112,8 @@ class Request:
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)
         counts = {"negative_prompts": len(self.negative_prompts)}
+        if not isinstance(self.task, TextToVideo):
+            counts["inputs"] = len(self.inputs)
         if self.latents is None:
             counts["seeds"] = len(self.seeds)
         else:
@@ -159,12 +156,15 @@ def request_from_arguments(
     latents: Any = None,
     flow_shift: float | None = None,
     boundary_ratio: float | None = None,
+    task: Task | None = None,
+    inputs: Sequence[Any] = (),
 ) -> Request:
     """Returns the request, with diffusers' defaults and rules.
 
     Guidance is on if `guidance_scale` is above 1; `guidance_scale_2` (of the low-noise expert)
     follows it unless given. Video i of a prompt starts from `seed + i`, or all of them start from
     `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
+    `inputs` are the visual conditions of `task`: one for all videos, or one for each prompt.
     """
     if guidance_scale_2 is not None and len(spec.experts) == 1:
         raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
@@ -176,7 +176,8 @@ def request_from_arguments(
     prompts = [text for text in texts for _ in copies]
     seeds = tuple(seed + copy for _ in texts for copy in copies)
     video = VideoShape(height=height, width=width, num_frames=num_frames)
-    shape = latent_shape(video, spec.vae, spec.transformer)
+    task = task or TextToVideo()
+    shape = latent_shape(video, spec.vae, spec.transformer, task)
     second = guidance_scale if guidance_scale_2 is None else guidance_scale_2
     scales = GuidanceScales(high_noise=guidance_scale, low_noise=second)
     if guidance_scale <= NO_GUIDANCE:
@@ -190,7 +191,15 @@ def request_from_arguments(
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
         seeds=() if latents is not None else seeds,
         latents=None if latents is None else _channels_last(latents, len(prompts), shape),
+        task=task,
+        inputs=_for_videos(inputs, len(texts), num_videos_per_prompt),
     )
+
+
+def _for_videos(inputs: Sequence[Any], prompts: int, per_prompt: int) -> tuple[Any, ...]:
+    """Returns the visual conditions of every video; a single one serves all."""
+    each = [*inputs] * prompts if len(inputs) == 1 else [*inputs]
+    return tuple(one for one in each for _ in range(per_prompt))
 
 
 def _texts(name: str, text: str | Sequence[str]) -> list[str]:

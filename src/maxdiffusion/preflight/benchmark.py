@@ -258,7 +258,12 @@ class Bench:
         noise = initial_noise(range(shape.videos), shape.latent.dims)
         start = builder.lower_start(shape, steps).compile()
         state = start(jax.device_put(noise, builder.everywhere))
-        experts = Experts(high_noise=expert, low_noise=expert, boundary=0.0)
+        experts = Experts(
+            high_noise=expert,
+            low_noise=expert,
+            boundary=0.0,
+            conditioning=jax.tree.map(drawn, builder.conditioning(shape)),
+        )
         loop = PREEMPTION.until_preempted(denoise(program, state, sampler=steps, experts=experts))
         seconds = [step.seconds for _, step in self.profiler(case).watch(loop)][WARM_UP:]
         mine = median(seconds)
@@ -297,7 +302,8 @@ class Bench:
         rows = np.random.default_rng(0).standard_normal(size, np.float32)
         rows = rows.astype(builder.settings.precision.activations)
         read_text = builder.lower_read_text(shape).compile()
-        text = read_text(weights, jax.device_put(rows, builder.everywhere))
+        image = jax.tree.map(drawn, builder.image_tokens(shape))
+        text = read_text(weights, jax.device_put(rows, builder.everywhere), image)
         return Expert(name="random weights", weights=weights, text=text, guidance_scale=4.0)
 
 
@@ -313,7 +319,7 @@ def random_weights(builder: ProgramBuilder) -> nnx.State:
 
 
 def drawn(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns one random parameter, small enough to keep activations of any depth finite."""
+    """Returns one random array, small enough to keep activations of any depth finite."""
     return drawing(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.key(0))
 
 

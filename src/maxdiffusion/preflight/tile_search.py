@@ -68,10 +68,11 @@ class Subject:
 
 
 def subjects(builder: ProgramBuilder, shape: ProgramShape) -> list[Subject]:
-    """Returns every Pallas kernel of a job: self-attention and, if it has one, cross-attention."""
+    """Returns every Pallas kernel of a job: of self-, cross- and image-attention."""
     plan_makers: dict[str, Callable[[ProgramBuilder], AttentionPlan]] = {
         "self-attention": lambda changed: changed.self_attention(shape),
-        "cross-attention": lambda changed: changed.cross_attention(shape),
+        "cross-attention": lambda changed: changed.cross_attention(shape, shape.text_length),
+        "image-attention": lambda changed: changed.cross_attention(shape, shape.task.image_tokens),
     }
     return [
         Subject(

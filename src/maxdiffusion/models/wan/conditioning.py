@@ -13,9 +13,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from maxdiffusion.models.wan.control import ControlInput
+
+Latents = Float[Array, "B F Y X C"] | Float[np.ndarray, "B F Y X C"]
+"""Latents on the devices, or on the host until they are put there."""
 
 
 @jax.tree_util.register_dataclass
@@ -26,8 +30,8 @@ class Conditioning:
     # As a pytree it also holds descriptions of arrays in their place.
     __no_type_check__: ClassVar[bool] = True
 
-    channels: Float[Array, "B F Y X C"] | None = None
-    known: Float[Array, "B F Y X C"] | None = None
+    channels: Latents | None = None
+    known: Latents | None = None
     control: ControlInput | None = None
 
     @property
@@ -55,6 +59,3 @@ class Conditioning:
         if self.control is None:
             return None
         return replace(self.control, video=batch(self.control.video.astype(dtype)))
-
-
-NO_CONDITIONING = Conditioning()
