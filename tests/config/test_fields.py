@@ -10,6 +10,7 @@ from maxdiffusion.config.fields import (
     ListOf,
     Nullable,
     Number,
+    NumberOrNumbers,
     Text,
     TextOrTexts,
 )
@@ -42,6 +43,8 @@ FRAMES = Integer(minimum=1, step=4, offset=1)
         (ListOf(Number()), [1, "2.5"], (1.0, 2.5)),
         (Nullable(POSITIVE), None, None),
         (TextOrTexts(), ["one", "two"], ("one", "two")),
+        (NumberOrNumbers(), 1, 1.0),
+        (NumberOrNumbers(), [1, 0.5], (1.0, 0.5)),
     ],
 )
 def test_accepts(kind, value, expected):
@@ -76,6 +79,9 @@ def test_accepts(kind, value, expected):
         (ListOf(POSITIVE), [1, 0], "must be an integer >= 1"),
         (TextOrTexts(), [], "must be text or a non-empty list of texts"),
         (TextOrTexts(), [None], "null is not text"),
+        (NumberOrNumbers(), [], "must be a finite number or a non-empty list of them"),
+        (NumberOrNumbers(), "inf", "must be a finite number or a non-empty list of them"),
+        (NumberOrNumbers(), ["x"], "must be a finite number"),
     ],
 )
 def test_refuses(kind, value, rule):
@@ -111,6 +117,8 @@ def test_offers_a_way_out(kind, value, remedy):
         (TextOrTexts(), "[close-up] a cat", "[close-up] a cat"),
         (TextOrTexts(), r"['\d']", (r"\d",)),
         (ListOf(Integer()), "[1, 2]", (1, 2)),
+        (NumberOrNumbers(), "0.5", 0.5),
+        (NumberOrNumbers(), "[1, 0.5]", (1.0, 0.5)),
         (Nullable(Number()), "null", None),
         (Nullable(Number()), "0.25", 0.25),
     ],

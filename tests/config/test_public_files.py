@@ -66,7 +66,7 @@ def test_overrides_reach_keys_that_a_file_leaves_out():
     assert config.overridden("use_sen_cache")
     assert config.compat["use_sen_cache"] is False
     animate = config_of("base_wan_animate", "motion_encode_batch_size=4")
-    assert animate.compat["motion_encode_batch_size"] == 4
+    assert animate.motion_encode_batch_size == 4
 
 
 @pytest.mark.parametrize("name", IMAGE_TO_VIDEO)

@@ -234,6 +234,27 @@ class TextOrTexts(Kind[str | tuple[str, ...]]):
         return super().parse(text)
 
 
+class NumberOrNumbers(Kind[float | tuple[float, ...]]):
+    """One number or a list of numbers."""
+
+    def describe(self) -> str:
+        return "a finite number or a non-empty list of them"
+
+    def convert(self, value: object) -> float | tuple[float, ...]:
+        if not isinstance(value, list | tuple):
+            number = as_number(value)
+            if number is None or not math.isfinite(number):
+                raise self.refuse()
+            return number
+        if not value:
+            raise self.refuse()
+        return ListOf(Number()).convert(value)
+
+    def parse(self, text: str) -> float | tuple[float, ...]:
+        value = literal(text) if text.startswith("[") else None
+        return self.read(value if isinstance(value, list) else text)
+
+
 @dataclass(frozen=True)
 class Nullable(Kind[T_co | None]):
     """Another kind, or null."""

@@ -2,7 +2,7 @@
 
 A new field is one `setting` here and the code that reads it: loading, `print_config`, error
 messages and docs/configuration.md follow from the declaration. Public keys that this program does
-not act on are data in `compat.py`.
+not act on are data in `compat.py`. Fields of image and video inputs are in `input_fields.py`.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,7 @@ from maxdiffusion.config.fields import (
     field_group,
     setting,
 )
+from maxdiffusion.config.input_fields import InputFields
 
 POSITIVE = Integer(minimum=1)
 NON_NEGATIVE = Integer(minimum=0)
@@ -136,7 +137,9 @@ class SamplingFields:
         PROMPT, "Text of the video; a list makes one job of several prompts.", TextOrTexts()
     )
     prompts_file: str = setting(
-        "", "Text file with one prompt per line, instead of `prompt`; empty = none."
+        "",
+        "Text file with one prompt per line, or JSON lines with prompt, image, last_image, video, "
+        "mask, reference_images, seed, height, width, num_frames; empty = none.",
     )
     negative_prompt: str = setting(NEGATIVE_PROMPT, "Text that guidance steers away from.")
     seed: int = setting(0, "Seed of a prompt's first video.", Integer(minimum=0, maximum=2**32 - 1))
@@ -520,6 +523,7 @@ GENERATION_GROUPS: Mapping[str, type] = {
     "Config files": ConfigFileFields,
     "Model": ModelFields,
     "Prompts and sampling": SamplingFields,
+    "Images and videos": InputFields,
     "Output": OutputFields,
     "Numbers": NumberFields,
     "Attention": AttentionFields,

@@ -226,30 +226,6 @@ def read_prompts(config: Config) -> tuple[str, ...]:
     """Returns the prompts of the config or of its prompts file, in order."""
     if not config.prompts_file:
         return (config.prompt,) if isinstance(config.prompt, str) else config.prompt
-    if config.overridden("prompt") and config.overridden("prompts_file"):
-        rule = "the command line gives prompt as well"
-        raise prompts_file_problem(config, rule, "Leave out prompt or prompts_file")
-    return read_lines(config)
+    from maxdiffusion.config.prompt_lines import read_request_lines
 
-
-def read_lines(config: Config) -> tuple[str, ...]:
-    """Returns the lines of the prompts file that are not blank."""
-    remedy = "Give a text file in UTF-8 with one prompt per line"
-    try:
-        # Some editors begin a file with a byte order mark, which is no part of a prompt.
-        text = Path(config.prompts_file).read_text(encoding="utf-8-sig")
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
-        raise prompts_file_problem(config, rule, remedy) from None
-    except UnicodeDecodeError:
-        raise prompts_file_problem(config, "is not text in UTF-8", remedy) from None
-    lines = tuple(line.strip() for line in text.splitlines() if line.strip())
-    if not lines:
-        raise prompts_file_problem(config, "has no prompts", remedy)
-    return lines
-
-
-def prompts_file_problem(config: Config, rule: str, remedy: str) -> ProblemsFound:
-    """Returns the error of a prompts file."""
-    problem = Problem(name="prompts_file", value=config.prompts_file, rule=rule, remedy=remedy)
-    return ProblemsFound([problem])
+    return tuple(line.prompt for line in read_request_lines(config))

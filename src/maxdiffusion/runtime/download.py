@@ -5,10 +5,12 @@ address. Redirects are followed a few times and to http(s) only, so that an addr
 local file. The type that a server states is checked before the body is read.
 """
 
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
+from pathlib import Path
 from typing import IO
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
@@ -37,14 +39,18 @@ class Limits:
     silent_seconds: float = SILENT_SECONDS
 
 
-def is_address(text: str) -> bool:
-    """Returns whether a text is an address to download from."""
-    return text.lower().startswith(("http://", "https://"))
-
-
 def download(name: str, address: str, limits: Limits) -> bytes:
     """Returns the content of an address; raises `ProblemsFound` that names the input `name`."""
     return b"".join(download_chunks(name, address, limits))
+
+
+def download_file(name: str, address: str, limits: Limits, folder: Path) -> Path:
+    """Writes the content of an address to a new file in the folder, and returns its path."""
+    suffix = Path(urlsplit(address).path).suffix[:8]
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=suffix, delete=False) as file:
+        for chunk in download_chunks(name, address, limits):
+            file.write(chunk)
+    return Path(file.name)
 
 
 def download_chunks(name: str, address: str, limits: Limits) -> Iterator[bytes]:
@@ -103,7 +109,7 @@ class _FewRedirects(HTTPRedirectHandler):
         headers: HTTPMessage,
         newurl: str,
     ) -> Request | None:
-        if not is_address(newurl):
+        if urlsplit(newurl).scheme not in ("http", "https"):
             raise HTTPError(newurl, code, "redirects to another protocol", headers, fp)
         return super().redirect_request(req, fp, code, msg, headers, newurl)
 

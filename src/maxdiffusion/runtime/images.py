@@ -84,7 +84,7 @@ def image_size(image: InputImage) -> tuple[int, int]:
 def _read(name: str, source: str | os.PathLike[str]) -> bytes:
     """Returns the content of a file or an address."""
     text = os.fspath(source)
-    if _is_address(text):
+    if is_address(text):
         from maxdiffusion.runtime.download import Limits, download
 
         return download(name, text, Limits(types=IMAGE_TYPES, bytes=MOST_IMAGE_BYTES))
@@ -101,7 +101,16 @@ def _read(name: str, source: str | os.PathLike[str]) -> bytes:
     return content
 
 
-def _is_address(text: str) -> bool:
+def fetch_image(name: str, address: str, folder: Path) -> Path:
+    """Downloads an image to a file in the folder, and returns its path."""
+    from maxdiffusion.runtime.download import Limits, download_file
+
+    limits = Limits(types=IMAGE_TYPES, bytes=MOST_IMAGE_BYTES)
+    return download_file(name, address, limits, folder)
+
+
+def is_address(text: str) -> bool:
+    """Returns whether a text is an address to download from."""
     return text.lower().startswith(("http://", "https://"))
 
 
@@ -216,10 +225,10 @@ def frame_images(frames: InputFrames) -> list[InputImage]:
 
 
 def _video_of_path(name: str, text: str, *, fps: float | None, most: int | None) -> InputFrames:
-    if _is_address(text):
-        with tempfile.NamedTemporaryFile(suffix=Path(text.split("?")[0]).suffix[:8]) as file:
-            _download_to(file, name, text)
-            return _decoded(name, text, Path(file.name), fps=fps, most=most)
+    if is_address(text):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = fetch_video(name, text, Path(folder))
+            return _decoded(name, text, copy, fps=fps, most=most)
     path = _existing(name, text)
     if not path.is_dir():
         return _decoded(name, text, local_copy(path), fps=fps, most=most)
@@ -230,12 +239,12 @@ def _video_of_path(name: str, text: str, *, fps: float | None, most: int | None)
     return _stacked(name, files)
 
 
-def _download_to(file: Any, name: str, address: str) -> None:
-    from maxdiffusion.runtime.download import Limits, download_chunks
+def fetch_video(name: str, address: str, folder: Path) -> Path:
+    """Downloads a video to a file in the folder, and returns its path."""
+    from maxdiffusion.runtime.download import Limits, download_file
 
-    for chunk in download_chunks(name, address, Limits(types=VIDEO_TYPES, bytes=MOST_VIDEO_BYTES)):
-        file.write(chunk)
-    file.flush()
+    limits = Limits(types=VIDEO_TYPES, bytes=MOST_VIDEO_BYTES)
+    return download_file(name, address, limits, folder)
 
 
 def frame_files(folder: Path) -> list[Path]:
@@ -322,7 +331,7 @@ def _damaged(name: str, value: str, error: Exception) -> ProblemsFound:
 
 
 def _problem(name: str, value: object, rule: str, remedy: str = "") -> ProblemsFound:
-    if isinstance(value, str) and _is_address(value):
+    if isinstance(value, str) and is_address(value):
         from maxdiffusion.runtime.download import shown
 
         value = shown(value)
