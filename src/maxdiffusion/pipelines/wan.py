@@ -218,7 +218,7 @@ class WanPipeline:
 
         The other arguments are those of `request_from_arguments`: height, width, num_frames,
         num_inference_steps, guidance_scale, guidance_scale_2, num_videos_per_prompt, seed, latents,
-        flow_shift, boundary_ratio.
+        flow_shift, boundary_ratio, sigmas.
         """
         _check_output_type(output_type)
         length = self.builder.settings.text_length
@@ -298,7 +298,8 @@ class WanPipeline:
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
         """Yields the latents after every step, valid until the next one, and the step's time."""
         shape = self.shape(request)
-        first = self._start(shape, request)(self.first_latents(request))
+        seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
+        first = self._start(shape, request)(self.first_latents(request), seeds)
         step = self._step(shape, request)
         for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
             yield state.sample, time
