@@ -13,7 +13,9 @@ from maxdiffusion.diffusion import (
     sampler_named,
     step_row,
 )
+from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
 from maxdiffusion.diffusion.flow_match_euler import EulerState
+from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM
 from maxdiffusion.diffusion.registry import SAMPLERS, SamplerEntry
 from maxdiffusion.errors import ProblemsFound
 
@@ -101,10 +103,60 @@ def test_all_unsupported_settings_are_listed_at_once():
     assert len(caught.value.problems) == 3
 
 
-def test_a_stochastic_euler_is_refused():
-    config = {"_class_name": "FlowMatchEulerDiscreteScheduler", "stochastic_sampling": True}
-    with pytest.raises(ProblemsFound, match="stochastic_sampling"):
-        from_scheduler_config(config, 4)
+EULER = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}
+LCM = {"_class_name": "FlowMatchLCMScheduler", "shift": 5.0}
+DPM = {
+    "_class_name": "DPMSolverMultistepScheduler",
+    "prediction_type": "flow_prediction",
+    "use_flow_sigmas": True,
+    "flow_shift": 5.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "sampler"),
+    [
+        (EULER, FlowMatchEuler),
+        (EULER | {"stochastic_sampling": True}, FlowMatchLCM),
+        (LCM, FlowMatchLCM),
+        (DPM, DpmPlusPlus2M),
+        (DPM | {"euler_at_final": True, "lower_order_final": False}, DpmPlusPlus2M),
+    ],
+)
+def test_a_class_name_and_its_settings_select_the_sampler(config, sampler):
+    assert from_scheduler_config(config, 4) == sampler(steps=4, shift=5.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "setting", "value"),
+    [
+        (DPM, "solver_type", "heun"),
+        (DPM, "solver_order", 3),
+        (DPM, "algorithm_type", "sde-dpmsolver++"),
+        (DPM, "use_karras_sigmas", True),
+        (DPM, "use_lu_lambdas", True),
+        (DPM, "use_flow_sigmas", False),
+        (DPM, "final_sigmas_type", "sigma_min"),
+        (LCM, "scale_factors", [0.5, 1.0]),
+        (LCM, "use_beta_sigmas", True),
+        (EULER, "stochastic_sampling", "yes"),
+        (EULER, "invert_sigmas", True),
+    ],
+)
+def test_unsupported_settings_of_other_samplers_are_refused(config, setting, value):
+    with pytest.raises(ProblemsFound) as caught:
+        from_scheduler_config({**config, setting: value}, 4)
+    (problem,) = caught.value.problems
+    assert problem.name == f"scheduler_config.json {setting}"
+
+
+def test_custom_sigmas_reach_every_sampler():
+    levels = (1.0, 0.6, 0.2)
+    for config in (WAN, EULER, LCM, DPM):
+        sampler = from_scheduler_config(config, 3, sigmas=[1.0, 0.6, 0.2])
+        assert sampler.custom_sigmas == levels
+    named = sampler_named("euler", WAN, steps=3, shift=5.0, sigmas=levels)
+    assert named == FlowMatchEuler(steps=3, shift=5.0, custom_sigmas=levels)
 
 
 @pytest.mark.parametrize("value", [None, "1000", 0])
@@ -152,7 +204,7 @@ class Halving(Sampler):
     def coefficients(self):
         return (np.diff(self.sigmas),)
 
-    def start(self, latents):
+    def start(self, latents, seeds=None):
         return EulerState(sample=latents)
 
     def advance(self, state, velocity, coefficients):
@@ -162,7 +214,7 @@ class Halving(Sampler):
 
 def test_a_sampler_is_one_class_and_one_row():
     row = SamplerEntry(
-        name="halving", diffusers_class="Halving", sampler=Halving, shift_name="shift"
+        name="halving", diffusers_class="Halving", load=lambda: Halving, shift_name="shift"
     )
     samplers = (*SAMPLERS, row)
     sampler = sampler_named("halving", WAN, steps=3, shift=2.0, samplers=samplers)

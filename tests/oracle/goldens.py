@@ -15,6 +15,7 @@ import torch
 
 from tests.oracle.arrays import Record
 from tests.oracle.pipeline import record_wan21_run, record_wan22_runs
+from tests.oracle.samplers import record_samplers
 from tests.oracle.schedulers import record_schedulers
 from tests.oracle.text import PROMPT, SECOND_PROMPT, embed, record_text, tokenise
 from tests.oracle.tiny_checkpoints import wan21_t2v, wan22_t2v, write_checkpoint
@@ -45,6 +46,7 @@ def transformers_of(name: str, *parts: str) -> Record:
 
 RECORDINGS: dict[str, Callable[[], Record]] = {
     "scheduler": record_schedulers,
+    "samplers": record_samplers,
     "text": lambda: record_text(GOLDENS / "wan22_t2v"),
     "transformer": lambda: transformers_of("wan22_t2v", "transformer", "transformer_2"),
     "transformer_wan21": lambda: transformers_of("wan21_t2v", "transformer"),

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxdiffusion.diffusion import UniPC
 from maxdiffusion.diffusion.guidance import ClassifierFree, Unguided
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.pipelines.request import request_from_arguments
@@ -62,6 +63,15 @@ def test_latents_are_in_the_layout_of_diffusers(two_experts):
     np.testing.assert_array_equal(request.latents, np.moveaxis(latents, 1, -1))
     with pytest.raises(ProblemsFound, match=r"latents.shape=\(1, 16, 2, 6, 4\): must be"):
         request_from_arguments(two_experts, prompt="a", latents=latents.swapaxes(3, 4), **SIZE)
+
+
+def test_sigmas_replace_the_number_of_steps(two_experts):
+    request = request_from_arguments(
+        two_experts, prompt="a", sigmas=[1.0, 0.75, 0.5, 0.25], flow_shift=5.0, **SIZE
+    )
+    assert request.sampler == UniPC(steps=4, shift=5.0, custom_sigmas=(1.0, 0.75, 0.5, 0.25))
+    with pytest.raises(ProblemsFound, match=r"sigmas=.*must fall"):
+        request_from_arguments(two_experts, prompt="a", sigmas=[0.5, 1.0], **SIZE)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,8 @@ class SamplingFields:
     num_inference_steps: int = setting(40, "Denoise steps.", POSITIVE)
     scheduler: str = setting(
         "unipc",
-        "Sampler: unipc (order 2, bh2) or euler, both for flow matching.",
+        "Sampler for flow matching: unipc (order 2, bh2), euler, dpmpp_2m, lcm (new noise at every "
+        "step, also for DMD models) or euler_stochastic (the same).",
     )
     flow_shift: float = setting(
         12.0, "Shift of the noise schedule towards high noise.", Number(above=0)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from maxdiffusion.diffusion.sampler import Latents, Sampler, Schedule, shifted
+from maxdiffusion.diffusion.sampler import Latents, Sampler, Schedule, Seeds, shifted
 
 
 class EulerState(NamedTuple):
@@ -27,28 +27,36 @@ class EulerCoefficients(NamedTuple):
     change: Float[np.ndarray | jax.Array, "..."]
 
 
+def flow_match_sigmas(sampler: Sampler) -> Schedule:
+    """Returns the noise levels of diffusers' flow-matching schedulers, ending at 0.
+
+    They shift both ends of the training levels (in float32), space the steps evenly between them,
+    and shift once more. The second shift is kept to match their results. Custom levels are shifted
+    once, in float32: [1, 0.75, 0.5, 0.25] with shift 5 are the four steps of distilled models,
+    which no number of evenly spaced steps gives.
+    """
+    count, shift = sampler.train_timesteps, float(sampler.shift)
+    if sampler.custom_sigmas is not None:
+        levels = shifted(np.asarray(sampler.custom_sigmas, np.float32), shift)
+        return np.append(levels, np.float32(0)).astype(np.float32)
+    ends = np.array([count, 1], np.float32) / np.float32(count)
+    highest, lowest = shifted(ends, shift).astype(np.float64)
+    even = np.linspace(highest * count, lowest * count, sampler.steps)
+    return np.append(shifted(even / count, shift), 0).astype(np.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class FlowMatchEuler(Sampler):
     """Samples a flow model in straight steps."""
 
     @functools.cached_property
     def sigmas(self) -> Schedule:
-        """The noise levels, ending at 0.
-
-        diffusers shifts both ends of the training levels (in float32), spaces the steps evenly
-        between them, and shifts once more. The second shift is kept to match its results.
-        """
-        ends = np.array([self.train_timesteps, 1], np.float32) / np.float32(self.train_timesteps)
-        highest, lowest = shifted(ends, float(self.shift)).astype(np.float64)
-        even = np.linspace(
-            highest * self.train_timesteps, lowest * self.train_timesteps, self.steps
-        )
-        levels = shifted(even / self.train_timesteps, self.shift)
-        return np.append(levels, 0).astype(np.float32)
+        """The noise levels, ending at 0."""
+        return flow_match_sigmas(self)
 
     @functools.cached_property
     def timesteps(self) -> Schedule:
-        """The model's timesteps, float32."""
+        """The model's timesteps, float32 and not truncated."""
         return np.asarray(self.sigmas[:-1] * np.float32(self.train_timesteps))
 
     @functools.cached_property
@@ -56,8 +64,9 @@ class FlowMatchEuler(Sampler):
         """The rows of all steps."""
         return EulerCoefficients(change=np.diff(self.sigmas.astype(np.float64)).astype(np.float32))
 
-    def start(self, latents: Latents) -> EulerState:
+    def start(self, latents: Latents, seeds: Seeds | None = None) -> EulerState:
         """Returns the state before the first step."""
+        del seeds
         return EulerState(sample=jnp.asarray(latents, jnp.float32))
 
     def advance(

@@ -4,13 +4,12 @@
 up here. Adding a sampler takes one file with a `Sampler` and one row of `SAMPLERS`.
 """
 
-from collections.abc import Mapping, Sequence
+import importlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
 from maxdiffusion.diffusion.sampler import Sampler
-from maxdiffusion.diffusion.unipc import UniPC
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 
 
@@ -22,11 +21,15 @@ class Setting:
     default: object
     supported: tuple[object, ...]
 
+    def accepts(self, config: Mapping[str, object]) -> bool:
+        """Returns whether `config` has a supported value."""
+        return config.get(self.name, self.default) in self.supported
+
     def check(self, config: Mapping[str, object]) -> None:
         """Raises if `config` has a value that is not supported."""
-        value = config.get(self.name, self.default)
-        if value in self.supported:
+        if self.accepts(config):
             return
+        value = config.get(self.name, self.default)
         allowed = " or ".join(map(repr, self.supported))
         source = "" if self.name in config else " (the default of a missing setting)"
         problem = Problem(
@@ -46,14 +49,53 @@ def _off(name: str) -> Setting:
 class SamplerEntry:
     """A row of the registry: a sampler, its names, and the diffusers settings that it supports.
 
-    `shift_name` is the name of the shift in scheduler_config.json.
+    `load` returns the sampler's class. `shift_name` is the name of the shift in
+    scheduler_config.json. Where two rows share a diffusers class, `selector` is the setting that
+    decides between them.
     """
 
     name: str
     diffusers_class: str
-    sampler: type[Sampler]
+    load: Callable[[], type[Sampler]]
     shift_name: str
     settings: tuple[Setting, ...] = ()
+    selector: Setting | None = None
+
+    def reads(self, config: Mapping[str, object]) -> bool:
+        """Returns whether this row runs the scheduler of a scheduler_config.json."""
+        selected = self.selector is None or self.selector.accepts(config)
+        return config.get("_class_name") == self.diffusers_class and selected
+
+    def build(
+        self,
+        config: Mapping[str, Any],
+        steps: int,
+        shift: float | None,
+        sigmas: Sequence[float] | None,
+    ) -> Sampler:
+        """Returns the sampler with the settings of `config`; raises those that it lacks."""
+        problems = Collector()
+        for setting in (*([self.selector] if self.selector else []), *self.settings):
+            with problems:
+                setting.check(config)
+        problems.raise_if_any()
+        return self.load()(
+            steps=steps,
+            shift=config.get(self.shift_name, 1.0) if shift is None else shift,
+            train_timesteps=config.get("num_train_timesteps", 1000),
+            custom_sigmas=None if sigmas is None else tuple(sigmas),
+        )
+
+
+def _class_in(module: str, name: str) -> Callable[[], type[Sampler]]:
+    """Returns the loader of a class of this room, so that a run imports its own sampler only."""
+
+    def load() -> type[Sampler]:
+        names = vars(importlib.import_module(f"maxdiffusion.diffusion.{module}"))
+        found: type[Sampler] = names[name]
+        return found
+
+    return load
 
 
 _SIGMA_SPACINGS = (
@@ -64,35 +106,75 @@ _SIGMA_SPACINGS = (
     Setting(name="shift_terminal", default=None, supported=(None, 0)),
 )
 
+# Both solvers of the DPM family read a flow model in the same way.
+_FLOW_MODEL = (
+    Setting(name="prediction_type", default="epsilon", supported=("flow_prediction",)),
+    Setting(name="use_flow_sigmas", default=False, supported=(True,)),
+    Setting(name="solver_order", default=2, supported=(2,)),
+    Setting(name="final_sigmas_type", default="zero", supported=("zero",)),
+    _off("thresholding"),
+    *_SIGMA_SPACINGS,
+)
+
+_EULER = "FlowMatchEulerDiscreteScheduler"
+_FLOW_MATCH = (_off("invert_sigmas"), *_SIGMA_SPACINGS)
+
 SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="unipc",
         diffusers_class="UniPCMultistepScheduler",
-        sampler=UniPC,
+        load=_class_in("unipc", "UniPC"),
         shift_name="flow_shift",
         settings=(
-            Setting(name="prediction_type", default="epsilon", supported=("flow_prediction",)),
-            Setting(name="use_flow_sigmas", default=False, supported=(True,)),
-            Setting(name="solver_order", default=2, supported=(2,)),
-            # diffusers itself reads the last three names as bh2
+            *_FLOW_MODEL,
+            # diffusers itself reads the last three names as bh2; its bh1 ends in NaN at sigma 0
             Setting(
                 name="solver_type", default="bh2", supported=("bh2", "midpoint", "heun", "logrho")
             ),
             Setting(name="predict_x0", default=True, supported=(True,)),
             Setting(name="lower_order_final", default=True, supported=(True,)),
-            Setting(name="final_sigmas_type", default="zero", supported=("zero",)),
             Setting(name="disable_corrector", default=[], supported=([], None)),
             Setting(name="solver_p", default=None, supported=(None,)),
-            _off("thresholding"),
-            *_SIGMA_SPACINGS,
         ),
     ),
     SamplerEntry(
         name="euler",
-        diffusers_class="FlowMatchEulerDiscreteScheduler",
-        sampler=FlowMatchEuler,
+        diffusers_class=_EULER,
+        load=_class_in("flow_match_euler", "FlowMatchEuler"),
         shift_name="shift",
-        settings=(_off("invert_sigmas"), _off("stochastic_sampling"), *_SIGMA_SPACINGS),
+        settings=_FLOW_MATCH,
+        selector=_off("stochastic_sampling"),
+    ),
+    SamplerEntry(
+        name="dpmpp_2m",
+        diffusers_class="DPMSolverMultistepScheduler",
+        load=_class_in("dpmpp_2m", "DpmPlusPlus2M"),
+        shift_name="flow_shift",
+        settings=(
+            *_FLOW_MODEL,
+            Setting(name="algorithm_type", default="dpmsolver++", supported=("dpmsolver++",)),
+            Setting(name="solver_type", default="midpoint", supported=("midpoint",)),
+            Setting(name="variance_type", default=None, supported=(None,)),
+            _off("use_lu_lambdas"),
+        ),
+    ),
+    SamplerEntry(
+        name="lcm",
+        diffusers_class="FlowMatchLCMScheduler",
+        load=_class_in("flow_match_lcm", "FlowMatchLCM"),
+        shift_name="shift",
+        settings=(
+            *_FLOW_MATCH,
+            Setting(name="scale_factors", default=None, supported=(None, [])),
+        ),
+    ),
+    SamplerEntry(
+        name="euler_stochastic",
+        diffusers_class=_EULER,
+        load=_class_in("flow_match_lcm", "FlowMatchLCM"),
+        shift_name="shift",
+        settings=_FLOW_MATCH,
+        selector=Setting(name="stochastic_sampling", default=False, supported=(True,)),
     ),
 )
 
@@ -113,6 +195,7 @@ def sampler_named(
     *,
     steps: int,
     shift: float,
+    sigmas: Sequence[float] | None = None,
     samplers: Sequence[SamplerEntry] = SAMPLERS,
 ) -> Sampler:
     """Returns the sampler that a config names, for a checkpoint with this scheduler config.
@@ -120,9 +203,10 @@ def sampler_named(
     The checkpoint's settings apply if they are of the same sampler.
     """
     entry = find_sampler(name, samplers)
-    if scheduler.get("_class_name") == entry.diffusers_class:
-        return from_scheduler_config(scheduler, steps, shift, samplers=samplers)
-    return entry.sampler(steps=steps, shift=shift)
+    if entry.reads(scheduler):
+        return entry.build(scheduler, steps, shift, sigmas)
+    custom = None if sigmas is None else tuple(sigmas)
+    return entry.load()(steps=steps, shift=shift, custom_sigmas=custom)
 
 
 def from_scheduler_config(
@@ -130,31 +214,24 @@ def from_scheduler_config(
     steps: int,
     shift: float | None = None,
     *,
+    sigmas: Sequence[float] | None = None,
     samplers: Sequence[SamplerEntry] = SAMPLERS,
 ) -> Sampler:
     """Returns the sampler of a scheduler_config.json; `shift` replaces its own if given.
 
+    `sigmas` are noise levels before the shift, one per step, in place of the sampler's own.
     Settings that change nothing for flow models (betas, timestep spacing, ...) are ignored. Raises
     `ProblemsFound` with every setting that is not supported.
     """
-    entry = _entry_of_class(config.get("_class_name"), samplers)
-    problems = Collector()
-    for setting in entry.settings:
-        with problems:
-            setting.check(config)
-    problems.raise_if_any()
-    return entry.sampler(
-        steps=steps,
-        shift=config.get(entry.shift_name, 1.0) if shift is None else shift,
-        train_timesteps=config.get("num_train_timesteps", 1000),
-    )
+    return _entry_of(config, samplers).build(config, steps, shift, sigmas)
 
 
-def _entry_of_class(name: object, samplers: Sequence[SamplerEntry]) -> SamplerEntry:
-    for entry in samplers:
-        if entry.diffusers_class == name:
-            return entry
-    known = " and ".join(entry.diffusers_class for entry in samplers)
+def _entry_of(config: Mapping[str, Any], samplers: Sequence[SamplerEntry]) -> SamplerEntry:
+    name = config.get("_class_name")
+    of_class = [entry for entry in samplers if entry.diffusers_class == name]
+    if of_class:  # one whose selector refuses the config reports its value
+        return next((entry for entry in of_class if entry.reads(config)), of_class[0])
+    known = " and ".join(dict.fromkeys(entry.diffusers_class for entry in samplers))
     problem = Problem(
         name="scheduler_config.json _class_name",
         value=name,

@@ -1,6 +1,6 @@
 """Sampler interface: coefficients computed once on the host, and one step of plain arithmetic.
 
-    state = sampler.start(noise)
+    state = sampler.start(noise, seeds)
     for step, timestep in enumerate(sampler.timesteps):
         velocity = model(state.sample, timestep)
         state = sampler.advance(state, velocity, step_row(sampler.coefficients, step))
@@ -12,18 +12,24 @@ row of its step as arrays, so that one compiled step serves every step of every 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Num, UInt32
 
 from maxdiffusion.errors import Problem, ProblemsFound
 
 Latents = Float[Array, "..."]
 Schedule = Num[np.ndarray, "..."]
 """One number per step, or per noise level."""
+Seeds = UInt32[Array | np.ndarray, " B"]
+"""The seed of every video, for samplers that draw noise at each step."""
+
+# At sigma = 1 no data is left and lambda is infinite, so the first level stops just short of it.
+SHORT_OF_NOISE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,15 +37,19 @@ class Sampler(ABC):
     """A schedule of `steps` noise levels, shifted towards 1, and the rule to step along it.
 
     A state is a pytree with the latents so far (`state.sample`) and whatever the sampler needs of
-    earlier steps.
+    earlier steps. `custom_sigmas` are noise levels before the shift, one per step, that replace
+    those of the sampler.
     """
 
     steps: int
     shift: float
     train_timesteps: int = 1000
+    custom_sigmas: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         check_schedule(steps=self.steps, shift=self.shift, train_timesteps=self.train_timesteps)
+        if self.custom_sigmas is not None:
+            check_custom_sigmas(self.custom_sigmas, self.steps)
         check_falling(self.sigmas, steps=self.steps, shift=self.shift)
 
     @property
@@ -58,8 +68,8 @@ class Sampler(ABC):
         """A pytree of float32 numpy arrays with one row per step."""
 
     @abstractmethod
-    def start(self, latents: Latents) -> Any:
-        """Returns the state before the first step."""
+    def start(self, latents: Latents, seeds: Seeds | None = None) -> Any:
+        """Returns the state before the first step; only samplers that draw noise read `seeds`."""
 
     @abstractmethod
     def advance(self, state: Any, velocity: Latents, coefficients: Any) -> Any:
@@ -74,6 +84,32 @@ def step_row(coefficients: Any, step: int | jax.Array) -> Any:
 def shifted(sigmas: Schedule, shift: float) -> Schedule:
     """Returns noise levels moved towards 1 by `shift`; 0 and 1 stay as they are."""
     return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
+
+
+def short_of_noise(levels: Schedule) -> Schedule:
+    """Returns the levels with a first level of 1 lowered to just below 1."""
+    if abs(levels[0] - 1) >= SHORT_OF_NOISE:
+        return levels
+    return np.concatenate([levels[:1] - SHORT_OF_NOISE, levels[1:]])
+
+
+def check_custom_sigmas(sigmas: Sequence[float], steps: int) -> None:
+    """Raises everything that keeps `sigmas` from being the noise levels of `steps` steps."""
+    numbers = [float(one) for one in sigmas if _is_positive(one)]
+    rules = {
+        "must be numbers above 0 and at most 1": len(numbers) == len(sigmas)
+        and all(one <= 1 for one in numbers),
+        "must fall from each step to the next": all(np.diff(numbers) < 0),
+        f"must be one number for each of the {steps} steps": len(sigmas) == steps,
+    }
+    remedy = "Give levels before the shift, such as [1.0, 0.75, 0.5, 0.25]"
+    problems = [
+        Problem(name="sigmas", value=tuple(sigmas), rule=rule, remedy=remedy)
+        for rule, kept in rules.items()
+        if not kept
+    ]
+    if problems:
+        raise ProblemsFound(problems)
 
 
 def check_schedule(*, steps: object, shift: object, train_timesteps: object) -> None:

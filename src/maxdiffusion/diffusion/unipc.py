@@ -18,10 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiffusion.diffusion.sampler import Latents, Sampler, Schedule, shifted
-
-# At sigma = 1 no data is left and lambda is infinite, so the first level stops just short of it.
-SHORT_OF_NOISE = 1e-6
+from maxdiffusion.diffusion.sampler import (
+    Latents,
+    Sampler,
+    Schedule,
+    Seeds,
+    shifted,
+    short_of_noise,
+)
 
 Weight = Any
 """A number on host or device: of one step, or of all steps stacked."""
@@ -72,10 +76,8 @@ class UniPC(Sampler):
     @functools.cached_property
     def _levels(self) -> Schedule:
         even = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)[:-1]
-        levels = shifted(even, self.shift)
-        if abs(levels[0] - 1) < SHORT_OF_NOISE:
-            levels[0] -= SHORT_OF_NOISE
-        return levels
+        before = even if self.custom_sigmas is None else np.asarray(self.custom_sigmas)
+        return short_of_noise(shifted(before, self.shift))
 
     @functools.cached_property
     def timesteps(self) -> Schedule:
@@ -92,8 +94,9 @@ class UniPC(Sampler):
         """The rows of all steps."""
         return unipc_coefficients(self.sigmas)
 
-    def start(self, latents: Latents) -> UniPCState:
+    def start(self, latents: Latents, seeds: Seeds | None = None) -> UniPCState:
         """Returns the state before the first step; unknown arrays are zero and have weight 0."""
+        del seeds
         sample = jnp.asarray(latents, jnp.float32)
         nothing = jnp.zeros_like(sample)
         return UniPCState(sample=sample, previous=nothing, data=nothing, older_data=nothing)

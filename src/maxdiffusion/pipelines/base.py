@@ -332,7 +332,8 @@ class VideoPipeline(ABC):
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
         """Yields the latents after every step, valid until the next one, and the step's time."""
         shape = self.shape(request)
-        first = self._start(shape, request)(self.first_latents(request))
+        seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
+        first = self._start(shape, request)(self.first_latents(request), seeds)
         step = self._step(shape, request)
         for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
             yield state.sample, time

@@ -308,7 +308,9 @@ class ProgramBuilder:
     def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
         """Lowers the start of the sampler: noise to its first state."""
         return self._lower(
-            jax.jit(sampler.start, out_shardings=self.everywhere), self._latents(shape)
+            jax.jit(sampler.start, out_shardings=self.everywhere),
+            self._latents(shape),
+            self._seeds(shape),
         )
 
     def lower_decode(self, shape: ProgramShape, frame_format: FrameFormat) -> jax.stages.Lowered:
@@ -349,6 +351,9 @@ class ProgramBuilder:
     def _latents(self, shape: ProgramShape) -> jax.ShapeDtypeStruct:
         return self._replicated((shape.videos, *shape.latent.dims), jnp.float32)
 
+    def _seeds(self, shape: ProgramShape) -> jax.ShapeDtypeStruct:
+        return self._replicated((shape.videos,), jnp.uint32)
+
     def _text_embeddings(self, shape: ProgramShape) -> jax.ShapeDtypeStruct:
         size = (shape.model_batch, shape.text_length, self.spec.transformer.text_dim)
         return self._replicated(size, self.settings.precision.activations)
@@ -387,5 +392,5 @@ class ProgramBuilder:
         return jax.tree.map(lambda leaf: leaf.sharding, self._abstract_text(shape))
 
     def _abstract_state(self, shape: ProgramShape, sampler: Sampler) -> Any:
-        state = jax.eval_shape(sampler.start, self._latents(shape))
+        state = jax.eval_shape(sampler.start, self._latents(shape), self._seeds(shape))
         return jax.tree.map(lambda leaf: self._replicated(leaf.shape, leaf.dtype), state)

@@ -86,8 +86,9 @@ def latent_shape(
 class Request:
     """A batch of videos, one per prompt: their prompts, size, sampler and guidance.
 
-    The videos start from the noise of their `seeds`, or from `latents`. `inputs` are the visual
-    conditions of the `task`, one value per video.
+    The videos start from the noise of their `seeds`, or from `latents`; samplers that draw noise at
+    every step draw it from the seeds. `inputs` are the visual conditions of the `task`, one value
+    per video.
     """
 
     prompts: tuple[str, ...]
@@ -111,12 +112,10 @@ class Request:
 
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)
-        counts = {"negative_prompts": len(self.negative_prompts)}
+        counts = {"negative_prompts": len(self.negative_prompts), "seeds": len(self.seeds)}
         if not isinstance(self.task, TextToVideo):
             counts["inputs"] = len(self.inputs)
-        if self.latents is None:
-            counts["seeds"] = len(self.seeds)
-        else:
+        if self.latents is not None:
             counts["latents"] = len(self.latents)
         return [
             Problem(
@@ -156,6 +155,7 @@ def request_from_arguments(
     latents: Any = None,
     flow_shift: float | None = None,
     boundary_ratio: float | None = None,
+    sigmas: Sequence[float] | None = None,
     task: Task | None = None,
     inputs: Sequence[Any] = (),
 ) -> Request:
@@ -164,8 +164,10 @@ def request_from_arguments(
     Guidance is on if `guidance_scale` is above 1; `guidance_scale_2` (of the low-noise expert)
     follows it unless given. Video i of a prompt starts from `seed + i`, or all of them start from
     `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
+    `sigmas` are noise levels before the shift, one per step, and replace `num_inference_steps`.
     `inputs` are the visual conditions of `task`: one for all videos, or one for each prompt.
     """
+    steps = num_inference_steps if sigmas is None else len(sigmas)
     if guidance_scale_2 is not None and len(spec.experts) == 1:
         raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
     if boundary_ratio is not None and len(spec.experts) == 1:
@@ -186,10 +188,10 @@ def request_from_arguments(
         prompts=tuple(prompts),
         negative_prompts=tuple(_negatives(negative_prompt, prompts, num_videos_per_prompt)),
         video=video,
-        sampler=from_scheduler_config(spec.scheduler, num_inference_steps, flow_shift),
+        sampler=from_scheduler_config(spec.scheduler, steps, flow_shift, sigmas=sigmas),
         scales=scales,
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
-        seeds=() if latents is not None else seeds,
+        seeds=seeds,
         latents=None if latents is None else _channels_last(latents, len(prompts), shape),
         task=task,
         inputs=_for_videos(inputs, len(texts), num_videos_per_prompt),

@@ -26,7 +26,7 @@ class WanPipeline(VideoPipeline):
 
         The other arguments are those of `request_from_arguments`: height, width, num_frames,
         num_inference_steps, guidance_scale, guidance_scale_2, num_videos_per_prompt, seed, latents,
-        flow_shift, boundary_ratio.
+        flow_shift, boundary_ratio, sigmas.
         """
         self.check_output(output_type, max_sequence_length)
         check_text_only(self.builder.spec)
