@@ -248,10 +248,12 @@ def component_digests(folder: ModelFolder) -> dict[str, str]:
 
 def _files_of(folder: ModelFolder, component: str) -> list[Path]:
     """Returns the files of a component; weights may come from another place."""
-    own = folder.root / component
-    if component in folder.weights and folder.weights[component].folder != own:
-        return [own / CONFIG, *folder.weights[component].files]
-    return [file for file in sorted(own.rglob("*")) if file.is_file()]
+    own, weights = folder.root / component, folder.weights.get(component)
+    files = [file for file in sorted(own.rglob("*")) if file.is_file()]
+    if weights is None:
+        return files
+    replaced = weights.folder != own
+    return [*([own / CONFIG, *weights.files] if replaced else files), *weights.patch_files]
 
 
 def _digest(files: Iterable[Path]) -> str:

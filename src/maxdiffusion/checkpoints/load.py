@@ -96,6 +96,16 @@ def match_parameters(
     return matches
 
 
+def source_shapes(table: CheckpointMap, abstract: nnx.State) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every checkpoint tensor that a model needs."""
+    shapes = {dotted(path): value.shape for path, value in nnx.to_flat_state(abstract)}
+    return {
+        name: entry.source_shape(shapes[entry.parameter])
+        for entry in table.entries
+        for name in table.sources(entry)
+    }
+
+
 def _by_canonical_name(
     stored: StoredWeights, table: CheckpointMap
 ) -> tuple[Mapping[str, StoredTensor], list[str]]:

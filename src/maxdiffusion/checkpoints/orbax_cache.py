@@ -61,9 +61,16 @@ class Manifest:
 
     @classmethod
     def of(
-        cls, table: CheckpointMap, matches: Iterable[Match], files: Sequence[FileDigest]
+        cls,
+        table: CheckpointMap,
+        matches: Iterable[Match],
+        files: Sequence[FileDigest],
+        adapters: Sequence[str] = (),
     ) -> "Manifest":
-        """Returns the manifest of weights that are loaded from `files` with this table."""
+        """Returns the manifest of weights that are loaded from `files` with this table.
+
+        `adapters` describes the content and strength of everything that is fused into them.
+        """
         facts = {
             "package version": __version__,
             "weight map": digest_value(repr(table)),
@@ -72,6 +79,7 @@ class Manifest:
                 for match in matches
             },
             **{f"content of {file.name}": file.sha256 for file in files},
+            **({"adapters": [*adapters]} if adapters else {}),
         }
         return cls(key=CacheKey(facts), files=tuple(files))
 
@@ -188,7 +196,7 @@ class _Slot:
                 with _checkpointer() as checkpointer:
                     checkpointer.save(unfinished / PARAMETERS, values)
                 if first:
-                    manifest = Manifest.of(self.source.table, self.matches, files)
+                    manifest = self._manifest(files)
                     manifest.write(unfinished / MANIFEST)
         except OSError as error:
             rule = f"could not be written ({error.strerror})"
@@ -196,13 +204,23 @@ class _Slot:
 
     def identities(self) -> list[tuple[str, int, int]]:
         """Returns name, size and modification time of the weights files."""
-        return [identity(file) for file in self.source.stored.files]
+        stored = self.source.stored
+        return [identity(file) for file in (*stored.files, *stored.patch_files)]
+
+    def _manifest(self, files: Sequence[FileDigest]) -> Manifest:
+        """Returns the manifest of the weights; adapters are small, and hashed each time."""
+        stored = self.source.stored
+        adapters = [
+            f"{note} ({file.sha256})"
+            for note, file in zip(stored.patch_notes, digest_files(stored.patch_files), strict=True)
+        ]
+        return Manifest.of(self.source.table, self.matches, files, adapters)
 
     def _refresh(self) -> str | None:
         """Returns why the cached weights do not fit; if they do, stores new modification times."""
         held = Manifest.read(self.folder / MANIFEST)
         files = digest_files(self.source.stored.files, held.files if held else ())
-        wanted = Manifest.of(self.source.table, self.matches, files)
+        wanted = self._manifest(files)
         reason = difference(held, wanted)
         if held is not None and reason is None and held.files != files:
             wanted.write(self.folder / MANIFEST)

@@ -1,7 +1,8 @@
 """Safetensors files: headers checked first, slices read by their bytes, and a streaming writer.
 
 open_weights   the tensors of a component: one file, or shards with or without an index
-read_header    the tensors of one file
+read_header    the tensors of one file; read_metadata, its texts
+TensorPatch    a change of a tensor that is made while it is read
 Box            the part of an array between a start and a stop in every dimension
 write_file     writes one tensor at a time, so that no file is ever held in memory
 """
@@ -78,6 +79,12 @@ def read_header(file: Path) -> tuple[StoredTensor, ...]:
     except _BadFileError as error:
         raise ProblemsFound([_problem(file, str(error), REMEDY)]) from error
     return tensors
+
+
+def read_metadata(file: Path) -> Mapping[str, str]:
+    """Returns the texts that the header of a file holds besides its tensors."""
+    metadata = _parse(file)[0].get("__metadata__")
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def item_size(dtype: str) -> int | None:
@@ -169,6 +176,8 @@ class StoredWeights:
     files: tuple[Path, ...]
     tensors: Mapping[str, StoredTensor] = field(repr=False)
     patches: Mapping[str, tuple["TensorPatch", ...]] = field(default_factory=dict, repr=False)
+    patch_files: tuple[Path, ...] = ()  # other files that patches read
+    patch_notes: tuple[str, ...] = ()  # one for each of them: how its values are used
     written: Callable[[str], str] = field(default=_same_name, repr=False)
 
 
