@@ -1,4 +1,4 @@
-"""Inputs of a job: which are taken, which are missing, and what is said about them."""
+"""VisualInputs of a job: which are taken, which are missing, and what is said about them."""
 
 import numpy as np
 import pytest

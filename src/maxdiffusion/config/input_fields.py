@@ -85,3 +85,18 @@ class InputFields:
     animate_guidance_scale: float = setting(
         1.0, "Animate: strength of guidance; up to 1 turns it off."
     )
+
+
+SOURCES = (
+    "image_url",
+    "last_image_path",
+    "video_path",
+    "mask_path",
+    "reference_images",
+    "reference_image_path",
+    "pose_video_path",
+    "face_video_path",
+    "background_video_path",
+    "mask_video_path",
+)
+"""Fields that name an image or a video."""

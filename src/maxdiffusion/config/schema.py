@@ -101,12 +101,12 @@ class ModelFields:
     )
     model_name: str = setting(
         "wan2.2",
-        "wan2.1 has one transformer, wan2.2 a high-noise and a low-noise expert.",
+        "Release of the model: its guidance keys and the number of its experts.",
         Choice(("wan2.1", "wan2.2")),
     )
     model_type: str = setting(
         "T2V",
-        "Text-to-video or image-to-video; I2V loads and prints, but does not run yet.",
+        "Text-to-video or image-to-video, as the checkpoint is; WAN 2.2 TI2V-5B is both.",
         Choice(("T2V", "I2V")),
     )
     wan_transformer_pretrained_model_name_or_path: str = setting(

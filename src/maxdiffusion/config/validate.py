@@ -20,22 +20,6 @@ ORBAX_FIELDS = ("pretrained_orbax_dir", "checkpoint_dir")
 NAME_FIELDS = frozenset({"seed", "i"})
 
 
-def check_model_type(config: Config) -> None:
-    """Refuses models other than text-to-video."""
-    if config.model_type != "T2V":
-        raise ProblemsFound(
-            [
-                Problem(
-                    name="model_type",
-                    value=config.model_type,
-                    rule="only text-to-video runs; image-to-video files can be loaded and printed",
-                    remedy="Use a text-to-video config (model_type: T2V), or print this one: "
-                    "print_config=true",
-                )
-            ]
-        )
-
-
 def check_refused(config: Config) -> None:
     """Refuses public keys that ask for something that this program does not offer."""
     Collector(
@@ -220,12 +204,3 @@ def check_profile(config: Config, steps_field: str, steps: int) -> None:
         rule = f"leaves nothing to profile of {steps_field}={steps}"
         remedy = f"Use at most {max(0, steps - 1)}, or enable_profiler=false"
         raise ProblemsFound([Problem(name=name, value=skip, rule=rule, remedy=remedy)])
-
-
-def read_prompts(config: Config) -> tuple[str, ...]:
-    """Returns the prompts of the config or of its prompts file, in order."""
-    if not config.prompts_file:
-        return (config.prompt,) if isinstance(config.prompt, str) else config.prompt
-    from maxdiffusion.config.prompt_lines import read_request_lines
-
-    return tuple(line.prompt for line in read_request_lines(config))

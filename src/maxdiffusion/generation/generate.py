@@ -44,12 +44,13 @@ from maxdiffusion.generation.settings import (
     profile_plan,
     sampler,
     use_compilation_cache,
-    video_shape,
 )
+from maxdiffusion.generation.tasks import video_shape_of
 from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.base import VideoPipeline, load_wan_parameters
-from maxdiffusion.pipelines.programs import FixedMEligibleHeads, as_bytes
+from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes
 from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.tasks import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
 from maxdiffusion.runtime.files import as_path, remove_leftovers
 from maxdiffusion.runtime.profiling import Profiler
@@ -79,10 +80,10 @@ def generate(parsed: ParsedConfig, *, search_tiles: SearchTiles | None = None) -
     if not videos:
         return
     stored = LatentCache(provenance, videos)
-    groups = group_videos(videos, stored, job.shape.videos)
+    groups = group_videos(job, videos, stored)
     timings = Timings(Profiler(profile_plan(job.config)))
     pipeline = load(job, folder, videos, timings)
-    compile_programs(pipeline, request_of(job, groups[0]), videos, timings, report)
+    compile_programs(pipeline, requests_to_compile(job, groups), videos, timings, report)
     with PREEMPTION.guard(), VideoWriter(provenance) as writer:
         run = Run(job=job, pipeline=pipeline, writer=writer, timings=timings, report=report)
         for number, group in enumerate(groups):
@@ -186,13 +187,24 @@ def videos_to_make(job: ResolvedJob, provenance: Provenance) -> Group:
     return tuple(video for video, made in zip(videos, done, strict=True) if not made)
 
 
-def group_videos(videos: Group, stored: LatentCache, size: int) -> tuple[Group, ...]:
-    """Returns the videos in groups; those that only need decoding come first."""
+def group_videos(job: ResolvedJob, videos: Group, stored: LatentCache) -> tuple[Group, ...]:
+    """Returns the videos in groups of one shape; those that only need decoding come first."""
     if stored:
         logger.info("%d of them denoised before, and now only decoded", len(stored))
-    denoised = tuple(video for video in videos if video in stored)
-    others = tuple(video for video in videos if video not in stored)
-    return (*batches(denoised, size), *batches(others, size))
+    parts: dict[tuple[bool, ProgramShape], list[Video]] = {}
+    for only_decoded in (True, False):
+        for video in videos:
+            if (video in stored) == only_decoded:
+                parts.setdefault((only_decoded, shape_of(job, video)), []).append(video)
+    return tuple(
+        group for part in parts.values() for group in batches(tuple(part), job.shape.videos)
+    )
+
+
+def shape_of(job: ResolvedJob, video: Video) -> ProgramShape:
+    """Returns the sizes that the programs of a video are compiled for."""
+    assert video.line is not None
+    return job.tasks.shape(video.line, job.shape.videos)
 
 
 def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings) -> VideoPipeline:
@@ -218,7 +230,7 @@ def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings)
         parameters=loaded.parameters,
         tokenizer=tokenizer,
         prompt_cache=prompts,
-        attention={job.shape: job.attention},
+        attention=job.plans,
     )
 
 
@@ -235,7 +247,7 @@ def pipeline_from_config(
         builder=job.builder,
         parameters=loaded.parameters,
         tokenizer=PromptTokenizer.load(folder.root / "tokenizer"),
-        attention={job.shape: job.attention},
+        attention=job.plans,
     )
 
 
@@ -264,32 +276,46 @@ def find_prompts(
 
 def compile_programs(
     pipeline: VideoPipeline,
-    request: Request,
+    requests: Sequence[Request],
     videos: Group,
     timings: Timings,
     report: "FixedMReport",
 ) -> None:
-    """Compiles everything that the run executes; `request` is that of its first group."""
+    """Compiles everything that the run executes; `requests` has one of each shape."""
     PROGRESS.checkpoint("compiling")
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
-        pipeline.compile(request, as_bytes, other_prompts=prompts)
-        if report.active:
-            pipeline.compile_fixed_m_eligible_heads(request)
+        for request in requests:
+            pipeline.compile(request, as_bytes, other_prompts=prompts)
+            if report.active:
+                pipeline.compile_fixed_m_eligible_heads(request)
+
+
+def requests_to_compile(job: ResolvedJob, groups: Sequence[Group]) -> list[Request]:
+    """Returns the request of the first group of each shape."""
+    first: dict[ProgramShape, Group] = {}
+    for group in groups:
+        first.setdefault(shape_of(job, group[0]), group)
+    return [request_of(job, group) for group in first.values()]
 
 
 def request_of(job: ResolvedJob, group: Group) -> Request:
     """Returns the request of a group; a group that is too small repeats its last video."""
-    config = job.config
+    config, line = job.config, group[0].line
+    assert line is not None
     full = [*group, *[group[-1]] * (job.shape.videos - len(group))]
+    task = shape_of(job, group[0]).task
+    inputs = [job.tasks.inputs(video.line) for video in full if video.line is not None]
     return Request(
         prompts=tuple(video.prompt for video in full),
         negative_prompts=(config.negative_prompt,) * len(full),
-        video=video_shape(config),
+        video=video_shape_of(config, line),
         sampler=sampler(config, job.builder.spec),
         scales=job.workload.guidance,
-        boundary_ratio=config.boundary_ratio if config.model_name == "wan2.2" else None,
+        boundary_ratio=config.boundary_ratio if len(job.builder.spec.experts) == 2 else None,
         seeds=tuple(video.seed for video in full),
+        task=task,
+        inputs=tuple(one for one in inputs if one is not None),
     )
 
 
@@ -371,6 +397,7 @@ def start_up_plan(job: ResolvedJob) -> str:
         *profile_notes(config),
         *describe_flags(target_chip(config.topology)),
         job.attention.describe(),
+        *([] if isinstance(shape.task, TextToVideo) else [f"task: {shape.task.title}"]),
         builder.decoder_sharding(shape).describe(),
         builder.settings.precision.describe(),
         f"videos: {job.workload.videos} of {config.num_frames} frames of "

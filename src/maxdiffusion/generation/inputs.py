@@ -9,22 +9,21 @@ A line of a prompts file has precedence over the config. A job may have thousand
 `check` keeps nothing but downloaded files; `load` reads the inputs of a line when they are needed.
 """
 
-import hashlib
 import shutil
 import tempfile
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import cast
 
-import numpy as np
-
 from maxdiffusion.config import Config
+from maxdiffusion.config.input_fields import SOURCES
 from maxdiffusion.config.prompt_lines import PATHS, VideoRequestLine
 from maxdiffusion.errors import Collector, Problem
 from maxdiffusion.pipelines.preprocess.images import ImageFit, Size, aspect_note
+from maxdiffusion.pipelines.tasks import VisualInputs
 from maxdiffusion.runtime.images import (
     InputFrames,
     InputImage,
@@ -83,39 +82,6 @@ LINE_INPUTS = (*PATHS, "reference_images")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """Loaded inputs of one video, under diffusers' names; None where there is none.
-
-    `notes` are lines for the start-up plan, about inputs that do not fit as they are.
-    """
-
-    image: InputImage | None = None
-    last_image: InputImage | None = None
-    video: InputFrames | None = None
-    mask: InputFrames | None = None
-    reference_images: tuple[InputImage, ...] = ()
-    pose_video: InputFrames | None = None
-    face_video: InputFrames | None = None
-    background_video: InputFrames | None = None
-    mask_video: InputFrames | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def digest(self) -> str:
-        """The SHA-256 of all pixels, for the identity of a video and checks across processes."""
-        found = hashlib.sha256()
-        for field in fields(self):
-            value = vars(self)[field.name]
-            if field.name == "notes" or value is None:
-                continue
-            for one in value if isinstance(value, tuple) else (value,):
-                array = np.ascontiguousarray(one)
-                found.update(f"{field.name} {array.dtype} {array.shape}".encode())
-                found.update(array.data)
-        return found.hexdigest()
-
-
-@dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """How the inputs of a job are used, under the names of the config and of diffusers."""
 
@@ -145,21 +111,12 @@ class InputOptions:
 
 def config_inputs(config: Config) -> dict[str, str | tuple[str, ...]]:
     """Returns the inputs that a config states, by field; empty ones are not given."""
-    return {
-        "image_url": config.image_url,
-        "last_image_path": config.last_image_path,
-        "video_path": config.video_path,
-        "mask_path": config.mask_path,
-        "reference_images": config.reference_images,
-        "reference_image_path": config.reference_image_path,
-        "pose_video_path": config.pose_video_path,
-        "face_video_path": config.face_video_path,
-        "background_video_path": config.background_video_path,
-        "mask_video_path": config.mask_video_path,
-    }
+    return {name: cast(str | tuple[str, ...], config.values[name]) for name in SOURCES}
 
 
-def load_inputs(config: Config, rules: InputRules, line: VideoRequestLine | None = None) -> Inputs:
+def load_inputs(
+    config: Config, rules: InputRules, line: VideoRequestLine | None = None
+) -> VisualInputs:
     """Returns the inputs of a config, or of one line of its prompts file; raises all problems."""
     return InputLoader(config, rules).load(line)
 
@@ -182,7 +139,7 @@ class InputLoader:
         problems.raise_if_any()
         return tuple(notes)
 
-    def load(self, line: VideoRequestLine | None = None) -> Inputs:
+    def load(self, line: VideoRequestLine | None = None) -> VisualInputs:
         """Returns the inputs of a line; raises all that is wrong with them."""
         line = line or NO_LINE
         sources = given_sources(self._config, self._rules, line)
@@ -192,7 +149,7 @@ class InputLoader:
             with problems:
                 loaded[name] = self._load(name, field, source, line)
         problems.raise_if_any()
-        inputs = Inputs(**loaded)  # type: ignore[arg-type]
+        inputs = VisualInputs(**loaded)  # type: ignore[arg-type]
         names = {name: field for name, (field, _) in sources.items()}
         check_frames(inputs, names, frames=line.num_frames or self._config.num_frames)
         size = (line.height or self._config.height, line.width or self._config.width)
@@ -297,7 +254,7 @@ def missing(
     return problems
 
 
-def check_frames(inputs: Inputs, names: Mapping[str, str], *, frames: int) -> None:
+def check_frames(inputs: VisualInputs, names: Mapping[str, str], *, frames: int) -> None:
     """Raises if a video is shorter than the result, or a mask is unlike its video."""
     problems = []
     if inputs.video is not None and len(inputs.video) < frames:
@@ -334,7 +291,7 @@ def _shown(size: Sequence[int]) -> str:
     return f"{width}x{height}"
 
 
-def aspect_notes(inputs: Inputs, size: Size, fit: ImageFit) -> tuple[str, ...]:
+def aspect_notes(inputs: VisualInputs, size: Size, fit: ImageFit) -> tuple[str, ...]:
     """Returns a line for every input of another aspect ratio than the video's."""
     animate = inputs.pose_video is not None
     sizes: dict[str, Size] = {}
@@ -352,7 +309,7 @@ def aspect_notes(inputs: Inputs, size: Size, fit: ImageFit) -> tuple[str, ...]:
     return tuple(note for note in notes if note is not None)
 
 
-def length_notes(inputs: Inputs) -> tuple[str, ...]:
+def length_notes(inputs: VisualInputs) -> tuple[str, ...]:
     """Returns a line for every video of Animate that is longer or shorter than the poses."""
     if inputs.pose_video is None:
         return ()

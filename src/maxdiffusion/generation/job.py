@@ -9,7 +9,7 @@ The problems of all steps are raised together.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,16 +21,15 @@ from maxdiffusion.attention.tuning import searched_row
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder, component_digests, is_hub_id
 from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
+from maxdiffusion.config.prompt_lines import VideoRequestLine, read_request_lines
 from maxdiffusion.config.validate import (
     AUTO,
     check_attention_name,
     check_guidance,
-    check_model_type,
     check_output,
     check_profile,
     check_refused,
     check_vae,
-    read_prompts,
 )
 from maxdiffusion.diffusion.guidance import GuidanceScales
 from maxdiffusion.diffusion.registry import find_sampler
@@ -40,17 +39,15 @@ from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
     guidance_scales,
     pipeline_settings,
-    program_shape,
     sampler,
     transformer_files,
     use_aot_cache,
-    video_shape,
 )
+from maxdiffusion.generation.tasks import LineTasks
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.mesh.resolve import AxisSizes, MeshRequest, MeshSplit, resolve
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
-from maxdiffusion.pipelines.request import check_video_shape
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 
 SearchTiles = Callable[[ProgramBuilder, Config, ProgramShape], ProgramBuilder]
@@ -59,17 +56,22 @@ SearchTiles = Callable[[ProgramBuilder, Config, ProgramShape], ProgramBuilder]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """The videos to make: every prompt `videos_per_prompt` times, `batch_size` videos at once."""
+    """The videos to make: every line `videos_per_prompt` times, `batch_size` videos at once."""
 
-    prompts: tuple[str, ...]
+    lines: tuple[VideoRequestLine, ...]
     videos_per_prompt: int
     batch_size: int
     guidance: GuidanceScales
 
     @property
+    def prompts(self) -> tuple[str, ...]:
+        """The prompts of all lines."""
+        return tuple(line.prompt for line in self.lines)
+
+    @property
     def videos(self) -> int:
         """Number of videos in all."""
-        return len(self.prompts) * self.videos_per_prompt
+        return len(self.lines) * self.videos_per_prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,27 +104,35 @@ class ResolvedJob:
     """A job that can run, with every decision made once.
 
     `config` is the config as it was read; `choices` holds the values that its `auto`s stand for,
-    with the mesh. `attention` is the plan of every denoising step of this shape.
+    with the mesh. Lines may differ in size and task: `plans` has the attention of each shape, and
+    `shape` is that of the first line. `input_notes` are about images and videos that do not fit.
     """
 
     config: Config
     choices: Choices
     workload: Workload
     builder: ProgramBuilder
+    tasks: LineTasks
     shape: ProgramShape
-    attention: BlockAttention
+    plans: Mapping[ProgramShape, BlockAttention]
+    input_notes: tuple[str, ...] = ()
+
+    @property
+    def attention(self) -> BlockAttention:
+        """The plan of every denoising step of the first line."""
+        return self.plans[self.shape]
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines of the start-up plan: reasons of the choices, and tiles that a search has found."""
-        return (*self.choices.notes, *tile_notes(self.attention))
+        return (*self.choices.notes, *tile_notes(self.attention), *self.input_notes)
 
     def with_searched_tiles(self, search: SearchTiles) -> "ResolvedJob":
         """Returns the job with the block sizes of a search, and attention planned for them."""
         builder = search(self.builder, self.config, self.shape)
         if builder is self.builder:
             return self
-        return replace(self, builder=builder, attention=builder.attention(self.shape))
+        return replace(self, builder=builder, plans=planned(builder, self.plans))
 
 
 def resolve_job(
@@ -137,7 +147,8 @@ def resolve_job(
     folder, spec = open_model(parsed, devices)
     job = plan_job(parsed, spec, devices)
     if is_multiprocess():
-        inputs = {"prompts": list(job.workload.prompts), **component_digests(folder)}
+        lines = {"lines": [input_facts(job, line) for line in job.workload.lines]}
+        inputs = {**lines, **component_digests(folder)}
         assert_equal_across_processes("inputs", inputs)
     if config.enable_tile_search:
         job = job.with_searched_tiles(search_tiles or refuse_tile_search)
@@ -146,7 +157,6 @@ def resolve_job(
 
 def open_model(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> tuple[ModelFolder, WanSpec]:
     """Returns the model folder and its sizes; a refused folder is reported with the config."""
-    refuse_model_type(parsed)
     config, problems = parsed.config, Collector(parsed.problems)
     location = config.pretrained_model_name_or_path
     if is_hub_id(location):  # nothing is downloaded for a job that cannot run
@@ -166,28 +176,58 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[jax.Device])
     The devices may be described ones that this machine does not have. Raises `ProblemsFound` with
     everything that is wrong.
     """
-    refuse_model_type(parsed)
     config, problems = parsed.config, Collector(parsed.problems)
+    tasks = LineTasks(config=config, spec=spec)
+    notes: tuple[str, ...] = ()
     with problems:
         workload = check_config(config, device_count=len(devices))
     with problems:
         check_model(config, spec)
     with problems:
+        notes = tasks.check(request_lines(config))
+    with problems:
         mesh = check_mesh(config, **counts(devices), heads=spec.transformer.heads)
         check_attention_name(config)
-        shape = program_shape(config, spec, batch_size(config, len(devices)))
-        choices = choose(config, spec, devices, mesh=mesh, shape=shape)
+        batch = batch_size(config, len(devices))
+        shapes = [tasks.shape(line, batch) for line in request_lines(config)]
+        choices = choose(config, spec, devices, mesh=mesh, shape=shapes[0])
         builder = program_builder(config, spec, choices, devices)
-        attention = builder.attention(shape)
+        plans = planned(builder, shapes)
     problems.raise_if_any()
     return ResolvedJob(
         config=config,
         choices=choices,
         workload=workload,
         builder=builder,
-        shape=shape,
-        attention=attention,
+        tasks=tasks,
+        shape=shapes[0],
+        plans=plans,
+        input_notes=notes,
     )
+
+
+def planned(
+    builder: ProgramBuilder, shapes: Iterable[ProgramShape]
+) -> dict[ProgramShape, BlockAttention]:
+    """Returns the attention of each shape, planned once."""
+    return {shape: builder.attention(shape) for shape in dict.fromkeys(shapes)}
+
+
+def request_lines(config: Config) -> tuple[VideoRequestLine, ...]:
+    """Returns the lines of a config; one without inputs if they cannot be read.
+
+    `check_config` reports what is wrong with them.
+    """
+    try:
+        return read_request_lines(config)
+    except ProblemsFound:
+        return (VideoRequestLine(prompt=""),)
+
+
+def input_facts(job: ResolvedJob, line: VideoRequestLine) -> list[str]:
+    """Returns what all processes must have in common of a line: its texts, and its pixels."""
+    inputs = job.tasks.inputs(line)
+    return [repr(line), "" if inputs is None else inputs.digest]
 
 
 def choose(
@@ -240,14 +280,6 @@ def program_builder(
     )
 
 
-def refuse_model_type(parsed: ParsedConfig) -> None:
-    """Raises at once for a type of model that is not run: other checks would say little."""
-    try:
-        check_model_type(parsed.config)
-    except ProblemsFound as error:
-        raise ProblemsFound([*parsed.problems, *error.problems]) from None
-
-
 def refuse_tile_search(
     builder: ProgramBuilder, config: Config, shape: ProgramShape
 ) -> ProgramBuilder:
@@ -269,7 +301,6 @@ def check_without_model(
     config: Config, *, device_count: int, slice_count: int = 1, heads: int | None = None
 ) -> tuple[Workload, MeshSplit]:
     """Returns what the config asks for as far as no model is needed; raises all problems."""
-    check_model_type(config)
     problems = Collector()
     with problems:
         workload = check_config(config, device_count=device_count)
@@ -291,19 +322,19 @@ def check_config(config: Config, *, device_count: int) -> Workload:
         check_vae(config, device_count)
     with problems:
         check_profile(config, "num_inference_steps", config.num_inference_steps)
-    prompts: tuple[str, ...] = ()
+    lines: tuple[VideoRequestLine, ...] = ()
     with problems:
-        prompts = read_prompts(config)
+        lines = read_request_lines(config)
     per_prompt = batch = 0
     with problems:
         batch = batch_size(config, device_count)
         # Without a number, a prompt has as many videos as fit at once.
         per_prompt = config.num_videos or batch
     with problems:
-        check_output(config, len(prompts) * per_prompt or None)
+        check_output(config, len(lines) * per_prompt or None)
     problems.raise_if_any()
     return Workload(
-        prompts=prompts,
+        lines=lines,
         videos_per_prompt=per_prompt,
         batch_size=batch,
         guidance=guidance_scales(config),
@@ -316,15 +347,13 @@ def check_model(config: Config, spec: WanSpec) -> None:
     with problems:
         check_experts(config, spec)
     with problems:
-        check_video_shape(video_shape(config), spec.vae, spec.transformer)
-    with problems:
         sampler(config, spec)
     problems.raise_if_any()
 
 
 def check_experts(config: Config, spec: WanSpec) -> None:
     """Raises if the config is for a model with another number of experts."""
-    expected = 2 if config.model_name == "wan2.2" else 1
+    expected = 2 if config.model_name == "wan2.2" and not spec.time_per_token else 1
     if len(spec.experts) != expected:
         other = "wan2.1" if expected == 2 else "wan2.2"
         problem = Problem(
@@ -389,15 +418,9 @@ def batch_size(config: Config, devices: int) -> int:
         remedy = f"Use {least:g} for one video at a time, or leave the key out"
         name = "per_device_batch_size"
         raise ProblemsFound([Problem(name=name, value=per_device, rule=rule, remedy=remedy)])
-    return min(videos, config.num_videos * prompt_count(config) if config.num_videos else videos)
-
-
-def prompt_count(config: Config) -> int:
-    """Returns the number of prompts; 1 if they cannot be read, which is reported elsewhere."""
-    try:
-        return len(read_prompts(config))
-    except ProblemsFound:
-        return 1
+    return min(
+        videos, config.num_videos * len(request_lines(config)) if config.num_videos else videos
+    )
 
 
 def check_data_axis(config: Config, batch: int, mesh: MeshSplit) -> None:

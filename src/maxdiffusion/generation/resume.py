@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +30,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from maxdiffusion import __version__
+from maxdiffusion.config.prompt_lines import VideoRequestLine
 from maxdiffusion.distributed.coordination import broadcast_from_first
 from maxdiffusion.distributed.service import is_multiprocess
 from maxdiffusion.generation.job import ResolvedJob
@@ -60,11 +61,13 @@ GUIDANCE = {
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """One video to make."""
+    """One video to make; `changes` are settings of its line that differ from the job's."""
 
     prompt: str
     seed: int
     path: Path
+    line: VideoRequestLine | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +95,7 @@ class Provenance:
 
     def settings(self, video: Video) -> dict[str, Any]:
         """Returns everything that a video is made with."""
-        return {"prompt": video.prompt, "seed": video.seed, **self.made_with}
+        return {"prompt": video.prompt, "seed": video.seed, **self.made_with, **video.changes}
 
     def identity(self, video: Video) -> str:
         """Returns a digest of everything that a video's frames depend on except the weights."""
@@ -114,19 +117,32 @@ def list_videos(job: ResolvedJob) -> tuple[Video, ...]:
         if is_object_store(config.output_dir)
         else Path(config.output_dir)
     )
-    prompts_and_seeds = [
-        (prompt, config.seed + copy)
-        for prompt in workload.prompts
+    lines_and_seeds = [
+        (line, (config.seed if line.seed is None else line.seed) + copy)
+        for line in workload.lines
         for copy in range(workload.videos_per_prompt)
     ]
+    changes = {line: changes_of(job, line) for line in workload.lines}
     return tuple(
         Video(
-            prompt=prompt,
+            prompt=line.prompt,
             seed=seed,
             path=folder / config.output_name.format(seed=config.seed, i=index),
+            line=line,
+            changes=changes[line],
         )
-        for index, (prompt, seed) in enumerate(prompts_and_seeds)
+        for index, (line, seed) in enumerate(lines_and_seeds)
     )
+
+
+def changes_of(job: ResolvedJob, line: VideoRequestLine) -> dict[str, Any]:
+    """Returns the sizes that a line states, and a digest of its images and videos."""
+    stated = {"height": line.height, "width": line.width, "num_frames": line.num_frames}
+    changes: dict[str, Any] = {name: size for name, size in stated.items() if size is not None}
+    inputs = job.tasks.inputs(line)
+    if inputs is not None:
+        changes |= {"inputs": inputs.digest, "image_fit": job.config.image_fit}
+    return changes
 
 
 def finished(provenance: Provenance, videos: tuple[Video, ...]) -> list[bool]:

@@ -24,6 +24,7 @@ from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
 from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec
+from maxdiffusion.pipelines.tasks import Task, TextToVideo
 from maxdiffusion.runtime.files import as_path
 from maxdiffusion.runtime.profiling import ProfilePlan
 
@@ -109,13 +110,25 @@ def video_shape(config: Config) -> VideoShape:
     return VideoShape(height=config.height, width=config.width, num_frames=config.num_frames)
 
 
-def program_shape(config: Config, spec: WanSpec, videos: int) -> ProgramShape:
-    """Returns the sizes that programs are compiled for, with `videos` at once."""
+def program_shape(
+    config: Config,
+    spec: WanSpec,
+    videos: int,
+    *,
+    video: VideoShape | None = None,
+    task: Task | None = None,
+) -> ProgramShape:
+    """Returns the sizes that programs are compiled for, with `videos` at once.
+
+    `video` is the size of the config's videos unless it is given, `task` text-to-video.
+    """
+    task = task or TextToVideo()
     return ProgramShape(
         videos=videos,
-        latent=latent_shape(video_shape(config), spec.vae, spec.transformer),
+        latent=latent_shape(video or video_shape(config), spec.vae, spec.transformer, task),
         guidance=ClassifierFree() if guidance_scales(config).active else Unguided(),
         text_length=config.max_sequence_length,
+        task=task,
     )
 
 

@@ -18,7 +18,7 @@ from maxdiffusion.pipelines.base import OutputType, VideoPipeline, WanOutput
 from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import FirstFrame, ImageInputs, ImageToVideo, Task
+from maxdiffusion.pipelines.tasks import FirstFrame, ImageToVideo, Task, VisualInputs
 from maxdiffusion.runtime.images import ImageSource, load_image
 
 
@@ -58,7 +58,7 @@ class WanImageToVideoPipeline(VideoPipeline):
         return self.generate(request, output_type)
 
 
-def image_inputs(image: Any, last_image: Any = None) -> list[ImageInputs]:
+def image_inputs(image: Any, last_image: Any = None) -> list[VisualInputs]:
     """Returns the loaded images, one value per given image."""
     first = list(image) if isinstance(image, list | tuple) else [image]
     last = list(last_image) if isinstance(last_image, list | tuple) else [last_image]
@@ -68,7 +68,7 @@ def image_inputs(image: Any, last_image: Any = None) -> list[ImageInputs]:
         rule = f"there must be one for each of the {len(first)} first images"
         raise ProblemsFound([Problem(name="last_image", value=len(last), rule=rule)])
     return [
-        ImageInputs(
+        VisualInputs(
             image=load_image(one, name="image"),
             last_image=None if end is None else load_image(end, name="last_image"),
         )

@@ -22,7 +22,7 @@ from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo
+from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo, VisualInputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class Request:
     seeds: tuple[int, ...] = ()
     latents: Float[np.ndarray, "B F Y X C"] | None = None
     task: Task = field(default_factory=TextToVideo)
-    inputs: tuple[Any, ...] = ()
+    inputs: tuple[VisualInputs, ...] = ()
 
     def __post_init__(self) -> None:
         Collector([*self._count_problems(), *self._seed_problems()]).raise_if_any()
@@ -157,7 +157,7 @@ def request_from_arguments(
     boundary_ratio: float | None = None,
     sigmas: Sequence[float] | None = None,
     task: Task | None = None,
-    inputs: Sequence[Any] = (),
+    inputs: Sequence[VisualInputs] = (),
 ) -> Request:
     """Returns the request, with diffusers' defaults and rules.
 
@@ -198,7 +198,9 @@ def request_from_arguments(
     )
 
 
-def _for_videos(inputs: Sequence[Any], prompts: int, per_prompt: int) -> tuple[Any, ...]:
+def _for_videos(
+    inputs: Sequence[VisualInputs], prompts: int, per_prompt: int
+) -> tuple[VisualInputs, ...]:
     """Returns the visual conditions of every video; a single one serves all."""
     each = [*inputs] * prompts if len(inputs) == 1 else [*inputs]
     return tuple(one for one in each for _ in range(per_prompt))

@@ -8,9 +8,10 @@ A task is a value that programs are compiled for: it states the shapes of its co
 denoising loop, its programs and the commands are the same for all; a new task is one subclass.
 """
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
@@ -23,7 +24,7 @@ from maxdiffusion.models.wan import Conditioning
 
 if TYPE_CHECKING:
     from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
-    from maxdiffusion.runtime.images import InputImage
+    from maxdiffusion.runtime.images import InputFrames, InputImage
 
 MASK_CHANNELS = 4
 
@@ -53,6 +54,39 @@ class LatentShape:
             channels=self.channels,
             tokens=per_frame * frames,
         )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VisualInputs:
+    """Loaded images and videos of one video, under diffusers' names; None where there is none.
+
+    `notes` are lines for the start-up plan, about inputs that do not fit as they are.
+    """
+
+    image: "InputImage | None" = None
+    last_image: "InputImage | None" = None
+    video: "InputFrames | None" = None
+    mask: "InputFrames | None" = None
+    reference_images: "tuple[InputImage, ...]" = ()
+    pose_video: "InputFrames | None" = None
+    face_video: "InputFrames | None" = None
+    background_video: "InputFrames | None" = None
+    mask_video: "InputFrames | None" = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def digest(self) -> str:
+        """The SHA-256 of all pixels, for the identity of a video and checks across processes."""
+        found = hashlib.sha256()
+        for field in fields(self):
+            value = vars(self)[field.name]
+            if field.name == "notes" or value is None:
+                continue
+            for one in value if isinstance(value, tuple) else (value,):
+                array = np.ascontiguousarray(one)
+                found.update(f"{field.name} {array.dtype} {array.shape}".encode())
+                found.update(array.data)
+        return found.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +146,11 @@ class Task(ABC):
 
     @abstractmethod
     def condition(
-        self, inputs: Sequence[Any], latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
+        self,
+        inputs: Sequence[VisualInputs],
+        latent: LatentShape,
+        vae: WanVaeConfig,
+        encoders: Encoders,
     ) -> Conditions:
         """Returns the conditioning of a batch of videos, on the host."""
 
@@ -122,18 +160,14 @@ class TextToVideo(Task):
     """The prompt alone."""
 
     def condition(
-        self, inputs: Sequence[Any], latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
+        self,
+        inputs: Sequence[VisualInputs],
+        latent: LatentShape,
+        vae: WanVaeConfig,
+        encoders: Encoders,
     ) -> Conditions:
         del inputs, latent, vae, encoders
         return Conditions(conditioning=Conditioning())
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ImageInputs:
-    """The first image of a video, and the last one if it is given."""
-
-    image: "InputImage"
-    last_image: "InputImage | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +207,7 @@ class ImageToVideo(Task):
 
     def condition(
         self,
-        inputs: Sequence[ImageInputs],
+        inputs: Sequence[VisualInputs],
         latent: LatentShape,
         vae: WanVaeConfig,
         encoders: Encoders,
@@ -186,20 +220,18 @@ class ImageToVideo(Task):
         )
 
     def _channels(
-        self, one: ImageInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
+        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
     ) -> np.ndarray:
         from maxdiffusion.pipelines.preprocess.images import first_frame_mask, image_condition_video
 
-        first, last = (
-            None if image is None else fitted(image, latent, vae, self.fit)
-            for image in (one.image, one.last_image)
-        )
-        assert first is not None
+        assert one.image is not None
+        first = fitted(one.image, latent, vae, self.fit)
+        last = None if one.last_image is None else fitted(one.last_image, latent, vae, self.fit)
         video = image_condition_video(first, last, vae.video_frames(latent.frames))
         mask = first_frame_mask(latent.frames, latent.rows, latent.columns, last=self.last)
         return np.concatenate([mask, encoders.video(video)], axis=-1)
 
-    def _tokens(self, one: ImageInputs, encoders: Encoders) -> np.ndarray:
+    def _tokens(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
         from maxdiffusion.pipelines.preprocess.images import clip_pixels
 
         images = [image for image in (one.image, one.last_image) if image is not None]
@@ -229,12 +261,14 @@ class FirstFrame(Task):
 
     def condition(
         self,
-        inputs: Sequence[ImageInputs],
+        inputs: Sequence[VisualInputs],
         latent: LatentShape,
         vae: WanVaeConfig,
         encoders: Encoders,
     ) -> Conditions:
-        known = [encoders.video(fitted(one.image, latent, vae, self.fit)[None]) for one in inputs]
+        images = [one.image for one in inputs if one.image is not None]
+        assert len(images) == len(inputs)
+        known = [encoders.video(fitted(one, latent, vae, self.fit)[None]) for one in images]
         return Conditions(conditioning=Conditioning(known=np.stack(known)))
 
 

@@ -1,0 +1,141 @@
+"""The task of every line of a job: what its model needs, what the line gives, and the shapes.
+
+    checkpoint            takes                          task
+    text-to-video         nothing                        TextToVideo
+    image-to-video        image, last_image              ImageToVideo
+    TI2V-5B               nothing or image               TextToVideo, FirstFrame
+
+Inputs are opened and checked here, before weights are read. A plain text-to-video job loads
+nothing of what images and videos need.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+from maxdiffusion.config import Config
+from maxdiffusion.config.input_fields import SOURCES
+from maxdiffusion.config.prompt_lines import VideoRequestLine
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.generation.settings import program_shape
+from maxdiffusion.pipelines.programs import ProgramShape
+from maxdiffusion.pipelines.request import VideoShape, check_video_shape
+from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.tasks import Task, TextToVideo, VisualInputs
+
+if TYPE_CHECKING:
+    from maxdiffusion.generation.inputs import InputLoader, InputRules
+    from maxdiffusion.pipelines.preprocess.images import ImageFit
+
+TEXT = TextToVideo()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineTasks:
+    """Tasks and inputs of the lines of a job."""
+
+    config: Config
+    spec: WanSpec
+
+    @property
+    def takes_inputs(self) -> bool:
+        """True if the model can be conditioned on an image or a video."""
+        return self.spec.image_channels or self.spec.time_per_token
+
+    def check(self, lines: Sequence[VideoRequestLine]) -> tuple[str, ...]:
+        """Opens the inputs of all lines and returns notes for the plan; raises every problem."""
+        problems = Collector()
+        notes: tuple[str, ...] = ()
+        with problems:
+            check_model_type(self.config, self.spec)
+        for video in {video_shape_of(self.config, line): None for line in lines}:
+            with problems:
+                check_video_shape(video, self.spec.vae, self.spec.transformer)
+        if self.takes_inputs or states_inputs(self.config, lines):
+            with problems:
+                notes = self._loader.check(lines)
+            with problems:
+                for line in lines:
+                    self.task(line)
+        problems.raise_if_any()
+        return notes
+
+    def task(self, line: VideoRequestLine) -> Task:
+        """Returns the task of a line; raises if the model cannot do it."""
+        from maxdiffusion.pipelines.image_to_video import image_task
+
+        image, last = (
+            bool(given or stated)
+            for given, stated in (
+                (line.image, self.config.image_url),
+                (line.last_image, self.config.last_image_path),
+            )
+        )
+        if not image:
+            return TEXT
+        return image_task(self.spec, last=last, fit=cast("ImageFit", self.config.image_fit))
+
+    def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
+        """Returns the sizes that the programs of a line are compiled for."""
+        task = self.task(line) if self.takes_inputs else TEXT
+        video = video_shape_of(self.config, line)
+        return program_shape(self.config, self.spec, videos, video=video, task=task)
+
+    def inputs(self, line: VideoRequestLine) -> VisualInputs | None:
+        """Returns the images and videos of a line; None if its task has none."""
+        if not self.takes_inputs:
+            return None
+        return self._loader.load(line)
+
+    @cached_property
+    def _loader(self) -> "InputLoader":
+        from maxdiffusion.generation.inputs import InputLoader
+
+        return InputLoader(self.config, self._rules())
+
+    def _rules(self) -> "InputRules":
+        from maxdiffusion.generation import inputs
+
+        if self.spec.time_per_token:
+            return inputs.TEXT_OR_IMAGE_TO_VIDEO
+        if not self.spec.image_channels:
+            return inputs.TEXT_TO_VIDEO
+        if self.spec.image_encoder is None:
+            return inputs.IMAGE_TO_VIDEO
+        if self.spec.transformer.image_positions is None:
+            return inputs.IMAGE_TO_VIDEO.without("last_image")
+        return inputs.IMAGE_TO_VIDEO.requiring("last_image")
+
+
+def video_shape_of(config: Config, line: VideoRequestLine) -> VideoShape:
+    """Returns the size of a line's video; a line has precedence over the config."""
+    return VideoShape(
+        height=line.height or config.height,
+        width=line.width or config.width,
+        num_frames=line.num_frames or config.num_frames,
+    )
+
+
+def states_inputs(config: Config, lines: Sequence[VideoRequestLine]) -> bool:
+    """Returns whether the config or a line names an image or a video."""
+    bare = VideoRequestLine(prompt="")
+    kept = ("prompt", "seed", "height", "width", "num_frames", "source")
+    return any(config.values[name] for name in SOURCES) or any(
+        replace(line, **{name: vars(bare)[name] for name in kept}) != bare for line in lines
+    )
+
+
+def check_model_type(config: Config, spec: WanSpec) -> None:
+    """Raises if `model_type` is not that of the model."""
+    possible = ("I2V",) if spec.image_channels else ("T2V", "I2V")
+    possible = possible if spec.image_channels or spec.time_per_token else ("T2V",)
+    if config.model_type not in possible:
+        problem = Problem(
+            name="model_type",
+            value=config.model_type,
+            rule=f"{config.pretrained_model_name_or_path!r} is a model of type "
+            f"{' and '.join(possible)}",
+            remedy=f"Use model_type={possible[0]}, or another model",
+        )
+        raise ProblemsFound([problem])
