@@ -11,7 +11,10 @@ from maxdiffusion.config.fields import Effect
 from maxdiffusion.generation.job import check_without_model
 
 FOLDER = Path(__file__).parents[2] / "configs"
-NAMES = ("base_wan_27b", "base_wan_14b", "base_wan_1_3b", "wan_tiny")
+NAMES = (
+    *("base_wan_27b", "base_wan_14b", "base_wan_1_3b", "wan_tiny"),
+    *("base_wan_i2v_27b", "base_wan_i2v_14b", "base_wan_ti2v_5b"),
+)
 TRAINING = ("train_embedded",)
 
 

@@ -4,6 +4,8 @@ Paths are relative to the current folder; each of them may be an http(s) address
 kept: `image_url` is the first frame, the `_path` fields of Animate are those of its public file.
 """
 
+from typing import TYPE_CHECKING
+
 from maxdiffusion.config.fields import (
     Choice,
     Integer,
@@ -15,6 +17,9 @@ from maxdiffusion.config.fields import (
     field_group,
     setting,
 )
+
+if TYPE_CHECKING:
+    from maxdiffusion.config.config import Config
 
 
 @field_group
@@ -87,16 +92,17 @@ class InputFields:
     )
 
 
-SOURCES = (
-    "image_url",
-    "last_image_path",
-    "video_path",
-    "mask_path",
-    "reference_images",
-    "reference_image_path",
-    "pose_video_path",
-    "face_video_path",
-    "background_video_path",
-    "mask_video_path",
-)
-"""Fields that name an image or a video."""
+def stated_inputs(config: "Config") -> dict[str, str | tuple[str, ...]]:
+    """Returns the images and videos that a config states, by field; empty ones are not given."""
+    return {
+        "image_url": config.image_url,
+        "last_image_path": config.last_image_path,
+        "video_path": config.video_path,
+        "mask_path": config.mask_path,
+        "reference_images": config.reference_images,
+        "reference_image_path": config.reference_image_path,
+        "pose_video_path": config.pose_video_path,
+        "face_video_path": config.face_video_path,
+        "background_video_path": config.background_video_path,
+        "mask_video_path": config.mask_video_path,
+    }

@@ -47,11 +47,11 @@ from maxdiffusion.generation.settings import (
 )
 from maxdiffusion.generation.tasks import video_shape_of
 from maxdiffusion.pipelines import pipeline_named
-from maxdiffusion.pipelines.base import VideoPipeline, load_wan_parameters
 from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.tasks import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
+from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers
 from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import PROGRESS, bytes_bar, steps_bar

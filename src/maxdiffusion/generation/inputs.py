@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import cast
 
 from maxdiffusion.config import Config
-from maxdiffusion.config.input_fields import SOURCES
+from maxdiffusion.config.input_fields import stated_inputs
 from maxdiffusion.config.prompt_lines import PATHS, VideoRequestLine
 from maxdiffusion.errors import Collector, Problem
 from maxdiffusion.pipelines.preprocess.images import ImageFit, Size, aspect_note
@@ -107,11 +107,6 @@ class InputOptions:
             motion_encode_batch_size=config.motion_encode_batch_size,
             animate_guidance_scale=config.animate_guidance_scale,
         )
-
-
-def config_inputs(config: Config) -> dict[str, str | tuple[str, ...]]:
-    """Returns the inputs that a config states, by field; empty ones are not given."""
-    return {name: cast(str | tuple[str, ...], config.values[name]) for name in SOURCES}
 
 
 def load_inputs(
@@ -202,7 +197,7 @@ def given_sources(
     stated = {
         name: (line.field(name), value) for name in LINE_INPUTS if (value := vars(line)[name])
     }
-    of_config, rules = config_inputs(config), _in_mode(config, rules)
+    of_config, rules = stated_inputs(config), _in_mode(config, rules)
     used = set(rules.config_fields.values())
     unused = [(field, source) for field, source in of_config.items() if field not in used]
     unused += [stated[name] for name in stated if name not in rules.config_fields]

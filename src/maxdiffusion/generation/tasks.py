@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 from maxdiffusion.config import Config
-from maxdiffusion.config.input_fields import SOURCES
+from maxdiffusion.config.input_fields import stated_inputs
 from maxdiffusion.config.prompt_lines import VideoRequestLine
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import program_shape
@@ -121,7 +121,7 @@ def states_inputs(config: Config, lines: Sequence[VideoRequestLine]) -> bool:
     """Returns whether the config or a line names an image or a video."""
     bare = VideoRequestLine(prompt="")
     kept = ("prompt", "seed", "height", "width", "num_frames", "source")
-    return any(config.values[name] for name in SOURCES) or any(
+    return any(stated_inputs(config).values()) or any(
         replace(line, **{name: vars(bare)[name] for name in kept}) != bare for line in lines
     )
 

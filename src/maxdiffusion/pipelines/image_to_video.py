@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.pipelines.base import OutputType, VideoPipeline, WanOutput
 from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks import FirstFrame, ImageToVideo, Task, VisualInputs
+from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput
 from maxdiffusion.runtime.images import ImageSource, load_image
 
 

@@ -1,12 +1,442 @@
-"""WAN text-to-video pipeline, with the names and arguments of diffusers."""
+"""The engine of every WAN pipeline, and the text-to-video one, with diffusers' arguments.
 
-from collections.abc import Sequence
-from typing import Any, final
+folder --load--> parameters of all components on the mesh
+request --condition--> experts --denoise--> latents --decode--> frames
 
+A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.py`, ...
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self, final
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+from maxdiffusion.attention import BlockAttention
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
+from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
+from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.pipelines.base import OutputType, VideoPipeline, WanOutput
-from maxdiffusion.pipelines.request import request_from_arguments
-from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.mesh import single_device_mesh
+from maxdiffusion.models.umt5.checkpoint import umt5_map
+from maxdiffusion.models.vae.checkpoint import vae_map
+from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.pipelines.programs import (
+    FixedMEligibleHeads,
+    FrameFormat,
+    ProgramBuilder,
+    ProgramShape,
+    as_bytes,
+    as_floats,
+)
+from maxdiffusion.pipelines.request import Request, latent_shape, request_from_arguments
+from maxdiffusion.pipelines.settings import PipelineSettings, Precision
+from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec, open_wan_folder
+from maxdiffusion.pipelines.tasks import Conditions, Encoders
+from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
+from maxdiffusion.runtime.timing import StepTime
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanParameters:
+    """Weights of a model on its mesh; `transformers` by the names of their folders.
+
+    A run whose prompts are all cached has no text encoder.
+    """
+
+    transformers: dict[str, nnx.State]
+    vae: nnx.State
+    text_encoder: nnx.State | None
+    image_encoder: nnx.State | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedParameters:
+    """Weights, and the messages of the weight cache."""
+
+    parameters: WanParameters
+    messages: tuple[str, ...]
+
+
+def component_sources(folder: ModelFolder, builder: ProgramBuilder) -> dict[str, ComponentSource]:
+    """Returns the stored weights, checkpoint map and abstract parameters of every component."""
+    spec, models = builder.spec, builder.models
+    table = transformer_map(spec.transformer)
+    sources = {
+        name: ComponentSource(
+            stored=folder.weights[name], table=table, abstract=models.transformer.parameters
+        )
+        for name in spec.experts
+    }
+    sources["vae"] = ComponentSource(
+        stored=folder.weights["vae"], table=vae_map(spec.vae), abstract=models.vae.parameters
+    )
+    sources["text_encoder"] = ComponentSource(
+        stored=folder.weights["text_encoder"],
+        table=umt5_map(spec.text_encoder),
+        abstract=models.text_encoder.parameters,
+    )
+    if models.image_encoder is not None and spec.image_encoder is not None:
+        from maxdiffusion.models.clip.checkpoint import clip_map
+
+        sources["image_encoder"] = ComponentSource(
+            stored=folder.weights["image_encoder"],
+            table=clip_map(spec.image_encoder),
+            abstract=models.image_encoder.parameters,
+        )
+    return sources
+
+
+def load_wan_parameters(
+    folder: ModelFolder,
+    builder: ProgramBuilder,
+    *,
+    without: Collection[str] = (),
+    cache: Path | None = None,
+    progress: Progress | None = None,
+) -> LoadedParameters:
+    """Returns the parameters of a model, through the orbax `cache` if there is one.
+
+    `without` names components that are not loaded.
+    """
+    sources = {
+        name: source
+        for name, source in component_sources(folder, builder).items()
+        if name not in without
+    }
+    if cache is None:
+        states, _ = load_components(sources, mesh=builder.mesh, progress=progress)
+        messages: tuple[str, ...] = ()
+    else:
+        # Loaded only for `pretrained_orbax_dir`.
+        from maxdiffusion.checkpoints.orbax_cache import load_through_cache
+
+        cached = load_through_cache(sources, cache, mesh=builder.mesh, progress=progress)
+        states, messages = dict(cached.states), cached.messages
+    parameters = WanParameters(
+        transformers={name: states[name] for name in builder.spec.experts},
+        vae=states["vae"],
+        text_encoder=states.get("text_encoder"),
+        image_encoder=states.get("image_encoder"),
+    )
+    return LoadedParameters(parameters=parameters, messages=messages)
+
+
+OutputType = Literal["np", "latent", "uint8"]
+EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanOutput:
+    """The result of a generation.
+
+    `frames` are [B, F, H, W, 3]: floats from 0 to 1 ("np") or bytes ("uint8"); or the final latents
+    [B, C, F, H, W] ("latent").
+    """
+
+    frames: np.ndarray
+
+
+class VideoPipeline(ABC):
+    """A loaded WAN model on a mesh; a subclass takes the arguments of one task."""
+
+    def __init__(
+        self,
+        *,
+        builder: ProgramBuilder,
+        parameters: WanParameters,
+        tokenizer: PromptTokenizer,
+        prompt_cache: RowCache | None = None,
+        attention: Mapping[ProgramShape, BlockAttention] | None = None,
+    ):
+        self.builder = builder
+        self.parameters = parameters
+        self._prompts = PromptEncoder(
+            tokenizer=tokenizer,
+            programs=TextPrograms(builder.models.text_encoder.graph, builder.mesh, builder.compile),
+            weights=parameters.text_encoder,
+            kept=prompt_cache,
+        )
+        # Plans of a resolved job by shape; the pipeline plans other shapes when it meets them.
+        self._attention = {**(attention or {})}
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | Path,
+        dtype: str | None = None,
+        mesh: Mesh | None = None,
+        *,
+        settings: PipelineSettings | None = None,
+        transformers: TransformerFiles | None = None,
+        progress: Progress | None = None,
+    ) -> Self:
+        """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
+
+        `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
+        in float32. `settings` holds everything else, and then the dtypes too. `transformers` names
+        other files for the transformers, such as single files with Wan-AI's own tensor names.
+        """
+        if settings is None:
+            settings = PipelineSettings(precision=Precision.of(dtype or "float32"))
+        elif dtype is not None:
+            raise ValueError(
+                f"dtype={dtype!r}: settings.precision holds the dtypes. Give one of the two."
+            )
+        opened, spec = open_wan_folder(folder, transformers)
+        builder = ProgramBuilder(
+            spec=spec.with_scan(settings.scan_layers),
+            settings=settings,
+            mesh=mesh or single_device_mesh(),
+        )
+        tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
+        loaded = load_wan_parameters(opened, builder, progress=progress)
+        return cls(builder=builder, parameters=loaded.parameters, tokenizer=tokenizer)
+
+    @classmethod
+    def from_config(cls, config: object, **overrides: object) -> Self:
+        """Loads the pipeline of a config, as `generate_wan` would build it.
+
+        `config` is the path of a YAML or Python file, a mapping or an `ml_collections.ConfigDict`;
+        `overrides` replace its fields.
+        """
+        # Jobs are resolved by a room above this one, which is loaded only here.
+        from maxdiffusion.generation.generate import pipeline_from_config
+
+        return pipeline_from_config(cls, config, overrides)
+
+    def with_parameters(self, parameters: WanParameters) -> Self:
+        """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
+        other = copy.copy(self)
+        other.parameters = parameters
+        other._prompts = self._prompts.with_weights(parameters.text_encoder)
+        return other
+
+    @abstractmethod
+    def __call__(self, *arguments: Any, **options: Any) -> WanOutput:
+        """Generates the videos of one call."""
+
+    def generate(self, request: Request, output_type: OutputType) -> WanOutput:
+        """Returns the videos of a request."""
+        experts = self.condition(request)
+        *_, (last, _) = self.denoise(request, experts)
+        latents = np.asarray(last)
+        if output_type == "latent":
+            return WanOutput(frames=np.moveaxis(latents, -1, 1))
+        frame_format = as_floats if output_type == "np" else as_bytes
+        videos = [np.asarray(self.decode(request, video, frame_format)) for video in latents]
+        return WanOutput(frames=np.stack(videos))
+
+    def check_output(self, output_type: str, max_sequence_length: int | None) -> None:
+        """Raises for an output or a text length that this pipeline was not made for."""
+        allowed = ("np", "latent", "uint8")
+        if output_type not in allowed:
+            raise ValueError(f"output_type={output_type!r}: must be one of {', '.join(allowed)}.")
+        length = self.builder.settings.text_length
+        if max_sequence_length not in (None, length):
+            raise ValueError(
+                f"max_sequence_length={max_sequence_length}: this pipeline was made for {length}. "
+                "Set PipelineSettings(text_length=...) when you make it."
+            )
+
+    def shape(self, request: Request) -> ProgramShape:
+        """Returns the sizes that a request is compiled for."""
+        spec = self.builder.spec
+        return ProgramShape(
+            videos=len(request.prompts),
+            latent=latent_shape(request.video, spec.vae, spec.transformer, request.task),
+            guidance=request.guidance,
+            text_length=self.builder.settings.text_length,
+            task=request.task,
+        )
+
+    def compile(
+        self,
+        request: Request,
+        frame_format: FrameFormat = as_floats,
+        *,
+        other_prompts: Sequence[str] = (),
+    ) -> None:
+        """Compiles everything that the request runs, and the encoders of the other prompts."""
+        shape = self.shape(request)
+        with self._precision():
+            self._prompts.compile([*texts_of(request), *other_prompts], shape.text_length)
+        for frames in shape.task.encoded_frames(shape.latent, self.builder.spec.vae):
+            self._encode(shape, frames)
+        if shape.task.image_tokens:
+            self._encode_image(shape.task.images)
+        self._read_text(shape)
+        initial_noise([0], shape.latent.dims)  # its program is compiled by its first use
+        self._start(shape, request)
+        self._step(shape, request)
+        self._decode(shape, frame_format)
+
+    def condition(self, request: Request) -> Experts:
+        """Returns the experts with everything that they are conditioned on, once it is computed."""
+        shape = self.shape(request)
+        with self._precision():
+            rows = self._prompts.encode(texts_of(request), shape.text_length)
+        dtype = self.builder.settings.precision.activations
+        rows = self._everywhere(rows.astype(dtype))
+        conditions = self.visual_conditions(request)
+        image = None
+        if conditions.image_tokens is not None:
+            rows_of_guidance = np.tile(conditions.image_tokens, (request.guidance.copies, 1, 1))
+            image = self._everywhere(rows_of_guidance.astype(dtype))
+        read_text = self._read_text(shape)
+        scales = (request.scales.high_noise, request.scales.low_noise)
+        experts = [
+            Expert(
+                name=EXPERT_NAMES[name],
+                weights=weights,
+                text=read_text(weights, rows, image),
+                guidance_scale=scale,
+            )
+            for (name, weights), scale in zip(
+                self.parameters.transformers.items(), scales, strict=False
+            )
+        ]
+        jax.block_until_ready([expert.text for expert in experts])
+        ratio = request.boundary_ratio
+        return Experts(
+            high_noise=experts[0],
+            low_noise=experts[-1],
+            boundary=0.0 if ratio is None else ratio * TRAIN_TIMESTEPS,
+            conditioning=jax.tree.map(self._everywhere, conditions.conditioning),
+        )
+
+    def visual_conditions(self, request: Request) -> Conditions:
+        """Returns the conditioning of images and videos, on the host."""
+        shape = self.shape(request)
+
+        def encode(pixels: Float[np.ndarray, "F Y X C"]) -> np.ndarray:
+            program = self._encode(shape, len(pixels))
+            return np.asarray(program(self.parameters.vae, self._everywhere(pixels[None])))[0]
+
+        def encode_image(pixels: Float[np.ndarray, "B Y X C"]) -> np.ndarray:
+            program = self._encode_image(len(pixels))
+            return np.asarray(program(self.parameters.image_encoder, self._everywhere(pixels)))
+
+        encoders = Encoders(video=encode, image=encode_image)
+        return request.task.condition(request.inputs, shape.latent, self.builder.spec.vae, encoders)
+
+    def denoise(
+        self, request: Request, experts: Experts
+    ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
+        """Yields the latents after every step, valid until the next one, and the step's time."""
+        shape = self.shape(request)
+        seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
+        first = self._start(shape, request)(self.first_latents(request), seeds)
+        step = self._step(shape, request)
+        for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
+            yield state.sample, time
+
+    def first_latents(self, request: Request) -> Float[Array, "B F Y X C"]:
+        """Returns the latents of the request, or the noise of its seeds."""
+        latents = request.latents
+        if latents is None:
+            latents = initial_noise(request.seeds, self.shape(request).latent.dims)
+        return self._everywhere(latents)
+
+    def fixed_m_eligible_heads(
+        self, request: Request, experts: Experts, latents: Float[Array, "B F Y X C"], step: int
+    ) -> FixedMEligibleHeads:
+        """Counts the heads that fixed-m softmax serves in the step that starts from `latents`.
+
+        This is one more forward, in its own program: the step itself counts nothing.
+        """
+        shape = self.shape(request)
+        timestep = float(request.sampler.timesteps[step])
+        expert = experts.expert_at(timestep)
+        count = self.compile_fixed_m_eligible_heads(request)
+        now = self._everywhere(np.float32(timestep))
+        counts = np.asarray(count(expert.weights, expert.text, latents, now, experts.conditioning))
+        return FixedMEligibleHeads(
+            step=step,
+            expert=expert.name,
+            pairs=shape.model_batch * self.builder.spec.transformer.heads,
+            of_layers=tuple(counts.tolist()),
+        )
+
+    def compile_fixed_m_eligible_heads(self, request: Request) -> Callable[..., Any]:
+        """Returns the program of `fixed_m_eligible_heads`, compiled once."""
+        shape = self.shape(request)
+        return self._program(
+            ("fast_heads", shape),
+            lambda: self.builder.lower_fixed_m_eligible_heads(shape, self._plan(shape)),
+        )
+
+    def decode(
+        self,
+        request: Request,
+        latents: Float[np.ndarray, "F Y X C"],
+        frame_format: FrameFormat = as_floats,
+    ) -> Array:
+        """Returns the frames [F, H, W, 3] of one video, on the devices."""
+        program = self._decode(self.shape(request), frame_format)
+        decoded = np.asarray(latents, np.float32)[request.task.extra_frames :]
+        batch = self._everywhere(decoded[None])
+        return jax.block_until_ready(program(self.parameters.vae, batch))[0]
+
+    def _plan(self, shape: ProgramShape) -> BlockAttention:
+        if shape not in self._attention:
+            self._attention[shape] = self.builder.attention(shape)
+        return self._attention[shape]
+
+    def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
+        key = ("read_text", shape.model_batch, shape.text_length, shape.task.image_tokens)
+        return self._program(key, lambda: self.builder.lower_read_text(shape))
+
+    def _encode(self, shape: ProgramShape, frames: int) -> Callable[..., Any]:
+        key = ("encode", shape.latent.rows, shape.latent.columns, frames)
+        return self._program(key, lambda: self.builder.lower_encode(shape, frames))
+
+    def _encode_image(self, images: int) -> Callable[..., Any]:
+        key = ("encode_image", images)
+        return self._program(key, lambda: self.builder.lower_encode_image(images))
+
+    def _start(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
+        sampler = request.sampler
+        key = ("start", shape.videos, shape.latent, type(sampler))
+        return self._program(key, lambda: self.builder.lower_start(shape, sampler))
+
+    def _step(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
+        sampler = request.sampler
+        key = ("denoise_step", shape, type(sampler))
+        return self._program(
+            key, lambda: self.builder.lower_denoise_step(shape, sampler, self._plan(shape))
+        )
+
+    def _decode(self, shape: ProgramShape, frame_format: FrameFormat) -> Callable[..., Any]:
+        key = ("decode", shape.decoded, frame_format)
+        return self._program(key, lambda: self.builder.lower_decode(shape, frame_format))
+
+    def _program(
+        self, key: tuple[str, *tuple[Hashable, ...]], lower: Callable[[], jax.stages.Lowered]
+    ) -> Callable[..., Any]:
+        if key not in self._programs:
+            self._programs[key] = self.builder.compile(key[0], lower())
+        return self._programs[key]
+
+    def _everywhere(self, array: Any) -> Array:
+        return jax.device_put(array, self.builder.everywhere)
+
+    def _precision(self) -> Any:
+        return jax.default_matmul_precision(self.builder.settings.precision.matmul)
+
+
+def texts_of(request: Request) -> list[str]:
+    """Returns the texts to encode; the negative ones only with guidance."""
+    guided = request.guidance.copies == 2
+    return [*request.prompts, *(request.negative_prompts if guided else ())]
 
 
 @final

@@ -29,12 +29,11 @@ from maxdiffusion.mesh import parameter_sharding
 from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
-from maxdiffusion.pipelines.base import WanParameters, component_sources
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.text import PromptTokenizer
-from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.pipelines.wan import WanParameters, WanPipeline, component_sources
 from maxdiffusion.runtime.files import as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts

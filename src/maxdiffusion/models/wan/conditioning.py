@@ -14,12 +14,37 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
-
-from maxdiffusion.models.wan.control import ControlInput
+from jaxtyping import Array, Float, Int
 
 Latents = Float[Array, "B F Y X C"] | Float[np.ndarray, "B F Y X C"]
 """Latents on the devices, or on the host until they are put there."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class ControlInput:
+    """A control video in latent space, and how strongly each control layer heeds it."""
+
+    # As a pytree it also holds descriptions of arrays in their place.
+    __no_type_check__: ClassVar[bool] = True
+
+    video: Float[Array, "B F Y X C"]
+    scales: Float[Array, " L"]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Hints:
+    """Hints of all control layers, and the row of `hints` that each layer adds; -1 for none."""
+
+    __no_type_check__: ClassVar[bool] = True
+
+    hints: Float[Array, "L B S D"]
+    rows: Int[Array, " L"]
+
+    def added(self, x: Float[Array, "B S D"], row: Int[Array, ""]) -> Float[Array, "B S D"]:
+        """Returns tokens plus the hint of a row, or as they are for row -1."""
+        return jax.lax.cond(row >= 0, lambda: x + self.hints[row], lambda: x)
 
 
 @jax.tree_util.register_dataclass

@@ -8,9 +8,6 @@ A control block is a block of the transformer with weights of its own. Hints dep
 before the first block alone, so all of them are computed before the layers run.
 """
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -25,6 +22,7 @@ from maxdiffusion.models.wan.block import (
     constrain_tokens,
     gathered,
 )
+from maxdiffusion.models.wan.conditioning import ControlInput, Hints
 from maxdiffusion.models.wan.config import WanTransformerConfig
 from maxdiffusion.models.wan.layers import (
     Linear,
@@ -33,33 +31,6 @@ from maxdiffusion.models.wan.layers import (
     pad_tokens,
     patches_of,
 )
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class ControlInput:
-    """A control video in latent space, and how strongly each control layer heeds it."""
-
-    # As a pytree it also holds descriptions of arrays in their place.
-    __no_type_check__: ClassVar[bool] = True
-
-    video: Float[Array, "B F Y X C"]
-    scales: Float[Array, " L"]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Hints:
-    """Hints of all control layers, and the row of `hints` that each layer adds; -1 for none."""
-
-    __no_type_check__: ClassVar[bool] = True
-
-    hints: Float[Array, "L B S D"]
-    rows: Int[Array, " L"]
-
-    def added(self, x: Float[Array, "B S D"], row: Int[Array, ""]) -> Float[Array, "B S D"]:
-        """Returns tokens plus the hint of a row, or as they are for row -1."""
-        return jax.lax.cond(row >= 0, lambda: x + self.hints[row], lambda: x)
 
 
 class ControlBlock(nnx.Module):

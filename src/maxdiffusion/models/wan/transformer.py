@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from maxdiffusion.models.wan.block import (
     constrain_tokens,
     gathered,
 )
+from maxdiffusion.models.wan.conditioning import ControlInput, Hints
 from maxdiffusion.models.wan.config import WanTransformerConfig
-from maxdiffusion.models.wan.control import ControlBlocks, ControlInput, Hints
 from maxdiffusion.models.wan.layers import (
     ImageEmbedding,
     Linear,
@@ -38,6 +38,9 @@ from maxdiffusion.models.wan.layers import (
     rotation_tables,
     video_of,
 )
+
+if TYPE_CHECKING:
+    from maxdiffusion.models.wan.control import ControlBlocks
 
 _ONE_DEVICE = ActivationLayout()
 
@@ -83,7 +86,7 @@ class WanTransformer(nnx.Module):
             None if config.image_dim is None else ImageEmbedding(config, numerics, rngs=rngs)
         )
         self.blocks = _stacked_blocks(config, numerics, rngs)
-        self.control = ControlBlocks(config, numerics, rngs=rngs) if config.control_layers else None
+        self.control = _control_blocks(config, numerics, rngs)
         self.scale_shift_table = modulation_table((2, config.model_dim), rngs)
         self.proj_out = Linear(
             (config.model_dim, patch_values), ("model", "channels"), numerics, rngs=rngs
@@ -292,6 +295,17 @@ class WanTransformer(nnx.Module):
         assert moving is not None
         shift, scale = by_token(moving, still, tokens=tokens.shape[1], known=step.known_tokens)
         return self.proj_out(modulate(tokens, shift, scale, eps=self.config.eps))
+
+
+def _control_blocks(
+    config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs
+) -> "ControlBlocks | None":
+    """Returns the control blocks of a model that has some."""
+    if not config.control_layers:
+        return None
+    from maxdiffusion.models.wan.control import ControlBlocks  # for VACE alone
+
+    return ControlBlocks(config, numerics, rngs=rngs)
 
 
 def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs) -> WanBlock:
