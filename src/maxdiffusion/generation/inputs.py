@@ -83,7 +83,7 @@ LINE_INPUTS = (*PATHS, "reference_images")
 
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
-    """How the inputs of a job are used, under the names of the config and of diffusers."""
+    """Settings of a job's inputs, under the names of the config and of diffusers."""
 
     image_fit: ImageFit
     strength: float

@@ -30,8 +30,9 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.runtime.files import as_path, local_copy
 
-InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "Y X 3"]
-InputFrames: TypeAlias = UInt8[np.ndarray, "F Y X 3"] | Float32[np.ndarray, "F Y X 3"]
+# Of any size: a function that resizes takes one and returns another.
+InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
+InputFrames: TypeAlias = UInt8[np.ndarray, "_ _ _ 3"] | Float32[np.ndarray, "_ _ _ 3"]
 ImageSource: TypeAlias = Any
 """Path, address, bytes, Pillow image or array; `load_image` says what it refuses."""
 

@@ -28,7 +28,6 @@ ImageFit: TypeAlias = Literal["stretch", "crop", "pad"]
 FITS: tuple[ImageFit, ...] = ("stretch", "crop", "pad")
 Pixels: TypeAlias = Float32[np.ndarray, "Y X 3"]
 Size: TypeAlias = tuple[int, int]  # height, width
-BLACK = -1.0
 TEMPORAL_FACTOR = 4  # frames of a latent frame after the first; the WAN VAEs have no other
 # Relative difference of aspect ratios that is not mentioned: 832x480 is 2.5 % off 16:9.
 SAME_ASPECT = 0.03
@@ -36,11 +35,18 @@ SAME_ASPECT = 0.03
 
 def fit_pixels(image: InputImage, *, height: int, width: int, fit: ImageFit = "stretch") -> Pixels:
     """Returns the image at height x width in -1..1."""
+    return to_pixels(fit_image(image, (height, width), fit))
+
+
+def fit_image(image: InputImage, size: Size, fit: ImageFit = "stretch") -> InputImage:
+    """Returns the image at a size."""
     if fit == "stretch":
-        return to_pixels(resize(image, (height, width)))
-    source = image_size(image)
-    inner = resize(image, scaled_size(source, (height, width), fit))
-    return centred(to_pixels(inner), (height, width))
+        return resize(image, size)
+    inner = np.asarray(resize(image, scaled_size(image_size(image), size, fit)))
+    canvas = np.zeros((*size, 3), inner.dtype)  # black
+    (to_rows, rows), (to_columns, columns) = map(_overlap, size, inner.shape[:2])
+    canvas[to_rows, to_columns] = inner[rows, columns]
+    return Image.fromarray(canvas) if isinstance(image, Image.Image) else canvas
 
 
 def scaled_size(source: Size, target: Size, fit: ImageFit) -> Size:
@@ -93,14 +99,6 @@ def to_8_bits(image: InputImage) -> Image.Image:
     if isinstance(image, Image.Image):
         return image
     return Image.fromarray(np.rint(image * np.float32(255)).astype(np.uint8))
-
-
-def centred(pixels: Pixels, size: Size) -> Pixels:
-    """Returns the pixels in the middle of a black canvas of the size; what is over is cut."""
-    canvas = np.full((*size, 3), BLACK, np.float32)
-    (to_rows, rows), (to_columns, columns) = map(_overlap, size, pixels.shape[:2])
-    canvas[to_rows, to_columns] = pixels[rows, columns]
-    return canvas
 
 
 def _overlap(size: int, inner: int) -> tuple[slice, slice]:
@@ -248,7 +246,7 @@ def clip_pixels(
     return pixels
 
 
-def _centre_crop(colours: UInt8[np.ndarray, "Y X 3"], size: Size) -> UInt8[np.ndarray, "Y X 3"]:
+def _centre_crop(colours: UInt8[np.ndarray, "Y X 3"], size: Size) -> UInt8[np.ndarray, "y x 3"]:
     """Returns the middle of an image; one that is too small gets black bars."""
     missing = [max(0, want - have) for have, want in zip(colours.shape[:2], size, strict=True)]
     bars = [((pixels + 1) // 2, pixels // 2) for pixels in missing]
