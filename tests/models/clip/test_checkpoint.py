@@ -31,7 +31,7 @@ def test_every_parameter_has_tensors_of_its_shape(released):
     found = {
         name: entry.source_shape(shapes[entry.parameter])
         for entry in table.entries
-        for name in entry.sources(table.layers)
+        for name in table.sources(entry)
     }
     assert found == {name: released[name] for name in found}
 
@@ -39,7 +39,7 @@ def test_every_parameter_has_tensors_of_its_shape(released):
 @pytest.mark.parametrize("prefix", ["", "vision_model."])
 def test_every_released_tensor_is_read_or_known_to_be_unused(released, prefix):
     table = clip_map(ClipVisionConfig())
-    read = {name for entry in table.entries for name in entry.sources(table.layers)}
+    read = {name for entry in table.entries for name in table.sources(entry)}
     unused = {name for name in released if table.ignores(prefix + name)}
     assert {table.canonical(prefix + name) for name in released} == read | unused
     assert not read & unused
