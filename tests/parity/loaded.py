@@ -13,6 +13,8 @@ from flax import nnx
 from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
 from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.models.checkpoint_map import CheckpointMap
+from maxdiffusion.models.clip import ClipVisionConfig, ClipVisionEncoder
+from maxdiffusion.models.clip.checkpoint import clip_map
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
@@ -25,6 +27,12 @@ def load_umt5(folder: Path) -> Umt5Encoder:
     """Returns the encoder in float32."""
     config = Umt5Config.from_transformers(_config(folder))
     return _load(folder, Umt5Encoder, config, umt5_map(config))
+
+
+def load_clip(folder: Path) -> ClipVisionEncoder:
+    """Returns the vision tower in float32."""
+    config = ClipVisionConfig.from_transformers(_config(folder))
+    return _load(folder, ClipVisionEncoder, config, clip_map(config))
 
 
 def load_transformer(folder: Path) -> WanTransformer:

@@ -1,11 +1,16 @@
 """An autoencoder begins as one of pictures, learns, and knows the statistics of its latents."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxdiffusion.models.vae import ALL_FRAMES, WanVaeConfig
+from maxdiffusion.models.vae import ALL_FRAMES, WanVae, WanVaeConfig
+from maxdiffusion.models.vae.config import wan_2_2_vae
+from maxdiffusion.training.random_init import vae_json
 from maxdiffusion.training.step import LearningRate, first_state
 from maxdiffusion.training.vae import (
     VAE,
@@ -14,6 +19,7 @@ from maxdiffusion.training.vae import (
     divergence,
     first_bias,
     peak_signal,
+    unclipped,
     with_statistics,
 )
 from tests.training.tiny_training import drawn_values, mesh_of, optimiser
@@ -76,6 +82,24 @@ def test_it_learns(training, values):
         losses.append(float(report.loss))
     assert losses[-1] < 0.5 * losses[0]
     assert {*report.figures} == {"absolute", "square", "edges", "divergence"}
+
+
+# That of WAN 2.2: pixels folded by two, shortcuts around the stages, another width to decode.
+FOLDED = replace(
+    CONFIG, in_channels=12, out_channels=12, is_residual=True, patch_size=2, decoder_base_dim=6
+)
+
+
+def test_a_clip_before_clipping_has_the_pixels_of_the_decoded_one():
+    vae = nnx.eval_shape(lambda: WanVae(FOLDED, rngs=nnx.Rngs(0)))
+    latents = jax.ShapeDtypeStruct((1, 2, 2, 3, 2), jnp.float32)
+    shapes = [nnx.eval_shape(run, vae, latents).shape for run in (unclipped, WanVae.decode)]
+    assert shapes == [(1, 3, 8, 12, 3)] * 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, FOLDED, WanVaeConfig(), wan_2_2_vae()])
+def test_a_written_config_is_read_as_it_was(config):
+    assert WanVaeConfig.from_diffusers(vae_json(config)) == config
 
 
 def test_divergence_is_zero_for_a_standard_normal():

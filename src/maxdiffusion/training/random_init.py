@@ -154,7 +154,14 @@ def vae_json(config: WanVaeConfig) -> dict[str, object]:
     """Returns the sizes and statistics of an autoencoder by diffusers' names."""
     return {
         "base_dim": config.base_dim,
+        "decoder_base_dim": config.decoder_base_dim,
         "z_dim": config.z_dim,
+        "in_channels": config.in_channels,
+        "out_channels": config.out_channels,
+        "is_residual": config.is_residual,
+        "patch_size": config.patch_size,
+        "scale_factor_spatial": config.spatial_factor,
+        "scale_factor_temporal": config.temporal_factor,
         "dim_mult": config.dim_mult,
         "num_res_blocks": config.num_res_blocks,
         "temperal_downsample": config.temperal_downsample,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from maxdiffusion.models.abstract import AbstractModel, Values, fresh_values
 from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae, WanVaeConfig
+from maxdiffusion.models.vae.coders import unfold
 from maxdiffusion.training.step import Optimiser, Step, make_step
 from maxdiffusion.training.wan import on_mesh
 
@@ -59,7 +60,8 @@ class VaeLoss:
 
 def unclipped(vae: WanVae, latents: Video) -> Video:
     """Returns the decoded clip before clipping to [-1, 1], which would have no gradient."""
-    return vae.decoder(vae.post_quant_conv(latents), None, WHOLE)[0]
+    folded = vae.decoder(vae.post_quant_conv(latents), None, WHOLE)[0]
+    return unfold(folded, vae.config.fold_size)
 
 
 def divergence(mean: Video, log_variance: Video) -> Float[Array, ""]:

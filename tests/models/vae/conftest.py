@@ -62,12 +62,8 @@ def golden_vae_bf16() -> WanVae:
     return load(jnp.bfloat16)
 
 
-@pytest.fixture(scope="session")
-def small_vae() -> WanVae:
-    """Three levels of one residual block: 1/4 of the height and width, 4 frames to a latent."""
-    config = WanVaeConfig(
-        base_dim=4, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(True, True)
-    )
+def drawn(config: WanVaeConfig) -> WanVae:
+    """An autoencoder with random weights in float32."""
     rng = np.random.default_rng(0)
 
     def draw(path: str, shape: tuple) -> np.ndarray:
@@ -76,3 +72,34 @@ def small_vae() -> WanVae:
         return rng.standard_normal(shape) / scale + path.endswith("gamma")
 
     return build(config, jnp.float32, draw)
+
+
+@pytest.fixture(scope="session")
+def small_vae() -> WanVae:
+    """Three levels of one residual block: 1/4 of the height and width, 4 frames to a latent."""
+    return drawn(
+        WanVaeConfig(
+            base_dim=4, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(True, True)
+        )
+    )
+
+
+@pytest.fixture(scope="session")
+def small_vae22() -> WanVae:
+    """As `small_vae` with shortcuts and folded pixels: 1/8 of the height and width."""
+    return drawn(
+        WanVaeConfig(
+            base_dim=4,
+            decoder_base_dim=6,
+            z_dim=8,
+            dim_mult=(1, 2, 2),
+            num_res_blocks=1,
+            temperal_downsample=(True, True),
+            in_channels=12,
+            out_channels=12,
+            latents_mean=(0.0,) * 8,
+            latents_std=(1.0,) * 8,
+            is_residual=True,
+            patch_size=2,
+        )
+    )

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh import AXES
-from maxdiffusion.models.vae import SpatialSharding, WanVae
+from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae
 from maxdiffusion.models.vae.coders import nearest
 from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_rows
 from maxdiffusion.models.vae.layers import convolve_pieces
@@ -54,13 +55,55 @@ def test_decode_equals_that_of_one_device(
 
 
 @pytest.mark.slow
-def test_encode_equals_that_of_one_device(small_vae: WanVae) -> None:
-    video = draw(1, 9, 16, 32, 3)
+@pytest.mark.parametrize("name", ["small_vae", "small_vae22"])
+def test_encode_equals_that_of_one_device_for_every_chunk(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    vae: WanVae = request.getfixturevalue(name)
+    factor = vae.config.spatial_factor
+    video = draw(1, 13, 4 * factor, 8 * factor, 3)
     sharding = over(-1, batch=1, height=4, width=8)
     assert (sharding.rows, sharding.columns) == (2, 4)
-    whole = jax.jit(lambda x: small_vae.encode(x).moments)(video)
-    pieces = jax.jit(lambda x: small_vae.encode(x, sharding=sharding).moments)(video)
-    np.testing.assert_allclose(pieces, whole, rtol=0, atol=TOLERANCE)
+    whole = jax.jit(lambda x: vae.encode(x).moments)(video)
+    for chunk in (1, 2, ALL_FRAMES):
+        encode = partial(vae.encode, chunk=chunk, sharding=sharding)
+        pieces = jax.jit(lambda x, encode=encode: encode(x).moments)(video)
+        np.testing.assert_allclose(pieces, whole, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_decode_of_the_22_autoencoder_equals_that_of_one_device(
+    small_vae22: WanVae, chunk: int
+) -> None:
+    latents = draw(1, 3, 4, 8, 8)
+    sharding = over(-1, batch=1, height=4, width=8)
+    whole = jax.jit(lambda x: small_vae22.decode(x, chunk=-1))(latents)
+    decode = jax.jit(lambda x: small_vae22.decode(x, chunk=chunk, sharding=sharding))
+    np.testing.assert_allclose(decode(latents), whole, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.slow
+def test_encoder_pieces_gather_only_for_attention(small_vae22: WanVae) -> None:
+    structure, state = nnx.split(small_vae22)
+    sharding = over(-1, batch=1, height=4, width=8)
+    assert sharding.mesh is not None
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec())
+    placed = jax.device_put((state, draw(1, 5, 32, 64, 3)), everywhere)
+
+    def encode(state: nnx.State, video: jax.Array) -> jax.Array:
+        return nnx.merge(structure, state).encode(video, chunk=-1, sharding=sharding).mean
+
+    with jax.set_mesh(sharding.mesh):
+        text = jax.jit(encode, out_shardings=everywhere).lower(*placed).compile().as_text()
+    gathered = [
+        math.prod(int(size) for size in shape.split(","))
+        for shape in re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", text)
+    ]
+    assert " collective-permute(" in text
+    # Keys, values and latents: two latent frames of 4 * 8 pixels and 8 channels.
+    assert max(gathered) <= 2 * 4 * 8 * 8
+    assert not re.search(r" (all-reduce|all-to-all)\(", text)
 
 
 @pytest.mark.slow

@@ -48,6 +48,17 @@ def test_tiles_can_be_sharded(small_vae: WanVae) -> None:
 
 
 @pytest.mark.slow
+def test_tiles_of_an_encoder_can_be_sharded(small_vae22: WanVae) -> None:
+    # After folding 16 x 24 pixels: tiles 4, 4 and 2 latents wide, as above.
+    tiling = Tiling(tile_height=16, tile_width=16, stride_height=16, stride_width=8)
+    video = np.random.default_rng(0).standard_normal((1, 1, 32, 48, 3), dtype=np.float32)
+    sharding = SpatialSharding.over(jax.devices(), -1, batch=1, height=4, width=6)
+    whole = jax.jit(lambda x: small_vae22.encode(x, tiling=tiling).mean)(video)
+    encode = jax.jit(lambda x: small_vae22.encode(x, tiling=tiling, sharding=sharding).mean)
+    np.testing.assert_allclose(encode(video), whole, rtol=0, atol=5e-6)
+
+
+@pytest.mark.slow
 def test_a_tile_as_large_as_the_frame_changes_nothing(small_vae: WanVae) -> None:
     latents = np.random.default_rng(0).standard_normal((1, 1, 2, 2, 16), dtype=np.float32)
     tiled = jax.jit(lambda x: small_vae.decode(x, tiling=Tiling()))(latents)
