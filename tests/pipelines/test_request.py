@@ -74,6 +74,7 @@ def test_latents_are_in_the_layout_of_diffusers(two_experts):
         ({"prompt": "a", "num_videos_per_prompt": 0}, "num_videos_per_prompt=0"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_arguments_are_named(two_experts, arguments, message):
     with pytest.raises(ProblemsFound, match=message):
         request_from_arguments(two_experts, **arguments, **SIZE)

@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
@@ -151,22 +152,24 @@ def first_state(
 ) -> TrainState:
     """Returns the state before the first step; moments and means are sharded as parameters."""
 
-    def start(values: dict[str, Values]) -> TrainState:
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            key=jax.random.key(seed),
-            values=values,
-            ema=jax.tree.map(jnp.copy, values),
-            moments={name: optimiser.start(part) for name, part in values.items()},
-        )
+    def start(values: dict[str, Values]) -> dict[str, Any]:
+        return {
+            "step": jnp.zeros((), jnp.int32),
+            "key": jax.random.key(seed),
+            "values": values,
+            "ema": jax.tree.map(jnp.copy, values),
+            "moments": {name: optimiser.start(part) for name, part in values.items()},
+        }
 
     masters = {name: master(part) for name, part in values.items()}
     shardings = _like_parameters(jax.eval_shape(start, masters), masters, mesh)
     with jax.set_mesh(mesh):
-        return jax.jit(start, out_shardings=shardings)(masters)
+        return TrainState(**jax.jit(start, out_shardings=shardings)(masters))
 
 
-def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh) -> TrainState:
+def _like_parameters(
+    fields: dict[str, Any], values: Mapping[str, Values], mesh: Mesh
+) -> dict[str, Any]:
     """Returns a sharding for every leaf: that of its parameter, else replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     known = {
@@ -176,14 +179,16 @@ def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh
     }
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        keys = [entry.key for entry in path[1:] if isinstance(entry, jax.tree_util.DictKey)]
         sharding = known.get(tuple(keys), everywhere) if len(keys) == 2 else everywhere
         return sharding if isinstance(sharding, NamedSharding) else everywhere
 
-    return jax.tree_util.tree_map_with_path(place, state)
+    return jax.tree_util.tree_map_with_path(place, fields)
 
 
-def place_values(values: Mapping[str, jax.Array], model: AbstractModel[Any], mesh: Mesh) -> Values:
+def place_values(
+    values: Mapping[str, jax.Array | np.ndarray], model: AbstractModel[Any], mesh: Mesh
+) -> Values:
     """Returns parameters in their shardings on the mesh."""
     shardings = model.shardings(mesh)
     return {path: jax.device_put(value, shardings[path]) for path, value in values.items()}
