@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from maxdiffusion.models.abstract import AbstractModel, Values, master
+from maxdiffusion.models.abstract import AbstractModel, Values, master, register_tree
 
 
 class Decay(Enum):
@@ -126,7 +126,7 @@ class Optimiser:
         return jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, ema, values)
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
     """Parameters (float32), their running mean, optimiser moments, step and PRNG key.
@@ -152,24 +152,22 @@ def first_state(
 ) -> TrainState:
     """Returns the state before the first step; moments and means are sharded as parameters."""
 
-    def start(values: dict[str, Values]) -> dict[str, Any]:
-        return {
-            "step": jnp.zeros((), jnp.int32),
-            "key": jax.random.key(seed),
-            "values": values,
-            "ema": jax.tree.map(jnp.copy, values),
-            "moments": {name: optimiser.start(part) for name, part in values.items()},
-        }
+    def start(values: dict[str, Values]) -> TrainState:
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            key=jax.random.key(seed),
+            values=values,
+            ema=jax.tree.map(jnp.copy, values),
+            moments={name: optimiser.start(part) for name, part in values.items()},
+        )
 
     masters = {name: master(part) for name, part in values.items()}
     shardings = _like_parameters(jax.eval_shape(start, masters), masters, mesh)
     with jax.set_mesh(mesh):
-        return TrainState(**jax.jit(start, out_shardings=shardings)(masters))
+        return jax.jit(start, out_shardings=shardings)(masters)
 
 
-def _like_parameters(
-    fields: dict[str, Any], values: Mapping[str, Values], mesh: Mesh
-) -> dict[str, Any]:
+def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh) -> TrainState:
     """Returns a sharding for every leaf: that of its parameter, else replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     known = {
@@ -179,11 +177,11 @@ def _like_parameters(
     }
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = [entry.key for entry in path[1:] if isinstance(entry, jax.tree_util.DictKey)]
+        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
         sharding = known.get(tuple(keys), everywhere) if len(keys) == 2 else everywhere
         return sharding if isinstance(sharding, NamedSharding) else everywhere
 
-    return jax.tree_util.tree_map_with_path(place, fields)
+    return jax.tree_util.tree_map_with_path(place, state)
 
 
 def place_values(
@@ -204,7 +202,7 @@ class Loss(Protocol):
         """Returns the loss of a batch and its figures."""
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """Metrics of a step."""
