@@ -57,7 +57,7 @@ class VaeLoss:
         return jnp.asarray(total), terms
 
 
-def unclipped(vae: WanVae, latents: Float[Array, "B f y x C"]) -> Float[Array, "B F Y X 3"]:
+def unclipped(vae: WanVae, latents: Video) -> Float[Array, "B f y x 3"]:
     """Returns the decoded clip before clipping to [-1, 1], which would have no gradient."""
     return vae.decoder(vae.post_quant_conv(latents), None, WHOLE)[0]
 
