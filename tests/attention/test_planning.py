@@ -276,6 +276,13 @@ def test_every_pallas_kernel_says_what_it_takes_of_vmem(name):
     assert re.search(r"VMEM (about )?[01]\.\d MiB", plan.describe())
 
 
+@pytest.mark.parametrize(("fused", "noted"), [(None, False), (True, False), (False, True)])
+def test_says_that_tokamax_has_no_separate_backward_kernel(fused, noted):
+    options = AttentionOptions(block_sizes=BlockSizes(use_fused_bwd_kernel=fused))
+    text = plan_attention("ring", problem(), mesh_of((1, 1, 4, 1, 1)), options).describe()
+    assert ("use_fused_bwd_kernel=false has no effect" in text) == noted
+
+
 def test_counts_the_bytes_that_an_all_to_all_and_a_ring_send():
     # 16 tokens x 10 heads x 128 x 2 bytes on each of 4 devices.
     local = 16 * 10 * 128 * 2

@@ -1,7 +1,7 @@
 """The planner's choice for WAN 2.2 A14B at 720p, pinned for the slices that people rent."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import jax.numpy as jnp
@@ -21,25 +21,11 @@ from maxdiffusion.costs.flops import forward_flops, step_bounds
 from maxdiffusion.costs.planner import SHARES, TIE, Shares, Task, choices, explain
 from maxdiffusion.mesh import build_mesh
 from maxdiffusion.models.wan import WanTransformerConfig
-
-# Devices are described by stand-ins here.
-pytestmark = pytest.mark.usefixtures("unchecked_types")
+from tests.described_tpus import DescribedCore
 
 A14B = WanTransformerConfig()
 TOKENS = 75_600
 KINDS = {"tpu7x": "TPU7x", "v6e": "TPU v6 lite"}
-
-
-@dataclass(frozen=True)
-class Core:
-    """What the planner looks at on a described TPU."""
-
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    device_kind: str
-    id: int
-    platform: str = "tpu"
-    process_index: int = 0
 
 
 def task(name, *, batch=2, heads=40):
@@ -49,7 +35,8 @@ def task(name, *, batch=2, heads=40):
     cores = range(topology.chip.devices_per_chip)
     kind = KINDS[topology.chip.name]
     devices = [
-        Core(chip, core, kind, index) for index, (chip, core) in enumerate(product(chips, cores))
+        DescribedCore(coords=chip, core_on_chip=core, device_kind=kind, id=index)
+        for index, (chip, core) in enumerate(product(chips, cores))
     ]
     return Task(
         problem=AttentionProblem(

@@ -1,6 +1,6 @@
 """`auto` becomes an attention with its split, and a sharding of weights."""
 
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -11,25 +11,15 @@ from maxdiffusion.config.load import read_config
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.generation.job import plan_job
 from maxdiffusion.preflight.command import find_spec
-
-# The devices are stand-ins for those of a TPU slice.
-pytestmark = pytest.mark.usefixtures("unchecked_types")
+from tests.described_tpus import Core
 
 CONFIG = str(Path(__file__).parents[2] / "configs/base_wan_27b.yml")
 
 
-@dataclass(frozen=True)
-class Core:
-    """A TPU7x core as far as planning looks at it."""
-
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    slice_index: int = 0
-    device_kind: str = "TPU7x"
-    platform: str = "tpu"
-
-
-CORES = [Core((x, y, 0), core) for x, y, core in product(range(2), range(2), range(2))]
+CORES = [
+    Core(coords=(x, y, 0), core_on_chip=core)
+    for x, y, core in product(range(2), range(2), range(2))
+]
 
 
 def planned(*overrides, devices=CORES):
@@ -72,7 +62,7 @@ def test_unknown_devices_run_what_runs_anywhere():
     job = planned(devices=jax.devices())
     assert job.choices.attention == "dot_product"
     assert "only one slice of known TPUs" in job.notes[0]
-    two_slices = [*CORES, *[Core(c.coords, c.core_on_chip, slice_index=1) for c in CORES]]
+    two_slices = [*CORES, *[replace(core, slice_index=1) for core in CORES]]
     job = planned("dcn_data_parallelism=2", devices=two_slices)
     assert job.choices.attention == "dot_product"
 
@@ -92,7 +82,7 @@ def test_other_problems_are_the_only_ones_reported():
     ],
 )
 def test_weights_are_replicated_where_both_experts_fit(kind, chosen, reason):
-    devices = [Core(core.coords, core.core_on_chip, device_kind=kind) for core in CORES]
+    devices = [replace(core, device_kind=kind) for core in CORES]
     choices = planned("attention=dot_product", devices=devices).choices
     assert choices.weight_placement == chosen
     assert choices.shards_weights == (chosen == "shard")

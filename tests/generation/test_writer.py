@@ -7,23 +7,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.generation import resume as video_writer
-from maxdiffusion.generation.resume import AHEAD, Video, VideoWriter
+from maxdiffusion.generation.resume import AHEAD, Provenance, Video, VideoWriter
 from maxdiffusion.runtime.video import VideoError
 
 SOON = 30  # seconds that nothing here takes
+PLAIN = Provenance(made_with={"fps": 16}, embed_metadata=False, resumable=False)
 
 
 class Disk:
     """Takes videos once it is released, in place of the encoder."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+    def __init__(self) -> None:
         self.released = threading.Event()
         self.written: list[tuple[int, np.ndarray]] = []
         self.bad: set[int] = set()
-        monkeypatch.setattr(video_writer, "write", self._write)
 
-    def _write(self, config: object, video: Video, frames: np.ndarray) -> None:
+    def write(self, provenance: Provenance, video: Video, frames: np.ndarray) -> None:
+        """Takes the place of `write_file`."""
         assert self.released.wait(SOON)
         if video.seed in self.bad:
             raise VideoError(f"{video.path}: the disk is full")
@@ -35,8 +35,8 @@ class Disk:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(monkeypatch)
+def disk() -> Disk:
+    return Disk()
 
 
 def add(writer: VideoWriter, seed: int) -> None:
@@ -45,7 +45,7 @@ def add(writer: VideoWriter, seed: int) -> None:
 
 
 def test_the_run_goes_on_while_videos_are_written(disk: Disk) -> None:
-    with VideoWriter(None) as writer:
+    with VideoWriter(PLAIN, disk.write) as writer:
         for seed in range(AHEAD):
             add(writer, seed)
         writer.check()
@@ -59,7 +59,7 @@ def test_the_run_goes_on_while_videos_are_written(disk: Disk) -> None:
 
 
 def test_no_more_than_a_few_videos_wait(disk: Disk) -> None:
-    with VideoWriter(None) as writer:
+    with VideoWriter(PLAIN, disk.write) as writer:
         for seed in range(AHEAD):
             add(writer, seed)
         late = threading.Thread(target=add, args=(writer, AHEAD))
@@ -75,7 +75,7 @@ def test_no_more_than_a_few_videos_wait(disk: Disk) -> None:
 def test_what_could_not_be_written_is_said_at_the_next_step(disk: Disk) -> None:
     disk.bad = {0}
     disk.released.set()
-    writer = VideoWriter(None)
+    writer = VideoWriter(PLAIN, disk.write)
     add(writer, 0)
     writer._waiting[0].written.exception(SOON)
     with pytest.raises(VideoError, match="disk is full"):
@@ -88,7 +88,7 @@ def test_what_could_not_be_written_is_said_at_the_end(disk: Disk) -> None:
     disk.bad = {1}
 
     def run() -> None:
-        with VideoWriter(None) as writer:
+        with VideoWriter(PLAIN, disk.write) as writer:
             add(writer, 0)
             disk.released.set()
             add(writer, 1)
@@ -100,7 +100,7 @@ def test_what_could_not_be_written_is_said_at_the_end(disk: Disk) -> None:
 
 def test_an_error_of_the_run_leaves_the_videos_before_it(disk: Disk) -> None:
     def fail() -> None:
-        with VideoWriter(None) as writer:
+        with VideoWriter(PLAIN, disk.write) as writer:
             for seed in range(AHEAD):
                 add(writer, seed)
             threading.Timer(0.2, disk.released.set).start()

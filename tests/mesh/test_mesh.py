@@ -1,6 +1,5 @@
 """The order of devices in the mesh."""
 
-from dataclasses import dataclass
 from itertools import pairwise
 
 import jax
@@ -9,42 +8,23 @@ import pytest
 
 from maxdiffusion.mesh import AXES, MeshShape, build_mesh
 from maxdiffusion.mesh.mesh import hardware_order
-
-# Devices are described by stand-ins here.
-pytestmark = pytest.mark.usefixtures("unchecked_types")
+from tests.described_tpus import Core, DescribedCore
 
 
-@dataclass(frozen=True)
-class FakeCore:
-    """What the device order looks at on a TPU."""
-
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    slice_index: int = 0
-    platform: str = "tpu"
-
-
-def cores(x: int, y: int, z: int, *, per_chip: int = 2) -> list[FakeCore]:
+def cores(x: int, y: int, z: int, *, per_chip: int = 2) -> list[Core]:
     grid = [(i, j, k) for k in range(z) for j in range(y) for i in range(x)]
-    return [FakeCore(chip, core) for core in range(per_chip) for chip in grid]
+    return [Core(coords=chip, core_on_chip=core) for core in range(per_chip) for chip in grid]
 
 
-def hops(a: FakeCore, b: FakeCore) -> int:
+def hops(a: Core, b: Core) -> int:
     return sum(abs(p - q) for p, q in zip(a.coords, b.coords, strict=True))
-
-
-@dataclass(frozen=True)
-class DescribedCore:
-    """A TPU of a topology without hardware: it has a place, but says nothing of slices."""
-
-    coords: tuple[int, int, int]
-    core_on_chip: int
-    platform: str = "tpu"
 
 
 def test_described_devices_are_ordered_like_real_ones():
     real = hardware_order(cores(2, 2, 2))
-    described = hardware_order([DescribedCore(c.coords, c.core_on_chip) for c in cores(2, 2, 2)])
+    described = hardware_order(
+        [DescribedCore(coords=c.coords, core_on_chip=c.core_on_chip) for c in cores(2, 2, 2)]
+    )
     assert [(c.coords, c.core_on_chip) for c in described] == [
         (c.coords, c.core_on_chip) for c in real
     ]

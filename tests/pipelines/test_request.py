@@ -84,6 +84,7 @@ def test_sigmas_replace_the_number_of_steps(two_experts):
         ({"prompt": "a", "num_videos_per_prompt": 0}, "num_videos_per_prompt=0"),
     ],
 )
+@pytest.mark.usefixtures("unchecked_types")
 def test_bad_arguments_are_named(two_experts, arguments, message):
     with pytest.raises(ProblemsFound, match=message):
         request_from_arguments(two_experts, **arguments, **SIZE)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.mesh.mesh import AXES
@@ -125,6 +126,7 @@ def test_one_string_is_not_a_list(encoder):
 
 
 @pytest.mark.parametrize("prompt", [None, 3, ["a"]])
+@pytest.mark.usefixtures("unchecked_types")
 def test_a_prompt_is_text(encoder, prompt):
     with pytest.raises(ProblemsFound, match="prompt="):
         encoder.encode([prompt])
@@ -132,7 +134,7 @@ def test_a_prompt_is_text(encoder, prompt):
 
 def test_ids_that_the_encoder_does_not_know_are_refused(shared_text):
     embedding = jax.ShapeDtypeStruct((5, 64), jnp.float32)
-    small = shared_text.encoder(weights={"embedding": embedding})
+    small = shared_text.encoder(weights=nnx.State({"embedding": embedding}))
     with pytest.raises(ProblemsFound, match="ids below 5"):
         small.encode([PROMPTS[0]])
 

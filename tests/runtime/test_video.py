@@ -157,6 +157,7 @@ def test_an_encoder_that_is_missing_is_reported(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(48, 64, 3), (5, 48, 64), (5, 48, 64, 4), (0, 48, 64, 3)])
+@pytest.mark.usefixtures("unchecked_types")
 def test_other_shapes_are_refused(tmp_path, shape):
     with pytest.raises(ValueError, match=r"\[frames, height, width, 3\]"):
         write_video(tmp_path / "a.mp4", np.zeros(shape, np.float32), fps=16)

@@ -10,14 +10,21 @@ import pytest
 from maxdiffusion.attention import AttentionOptions, UnsupportedAttention
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.training.loss import (
-    ClipBatch,
     ExpertSchedule,
     NoiseLevels,
     Remat,
     RematPolicy,
     TrainedExperts,
 )
-from maxdiffusion.training.step import Clipping, Decay, LearningRate, first_state, make_step
+from maxdiffusion.training.step import (
+    Clipping,
+    Decay,
+    LearningRate,
+    StepReport,
+    TrainState,
+    first_state,
+    make_step,
+)
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import BatchShape, BucketedTraining, WanTraining
 from tests.training.tiny_training import (
@@ -152,15 +159,27 @@ def test_unknown_names_of_remat_are_refused():
 
 @pytest.mark.slow
 def test_each_size_of_clips_has_its_own_step(monkeypatch):
+    taken = []
+    zero = jnp.zeros(())
+    report = StepReport(loss=zero, gradient_norm=zero, learning_rate=zero, figures=None)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32), key=jax.random.key(0), values={}, ema={}, moments={}
+    )
+
     def named(self, name):
-        return lambda state, batch: (name, self.batch.latent, self.block_attention)
+        def step(state, batch):
+            taken.append((name, self.batch.latent, self.block_attention))
+            return state, report
+
+        return step
 
     monkeypatch.setattr(WanTraining, "step", named)
     buckets = BucketedTraining(training=training(), latents=[LATENT, (3, 2, 4)])
     step = buckets.bucketed_step(EXPERT)
     for latent, tokens in ((LATENT, 8), ((3, 2, 4), 6)):
-        batch = ClipBatch(latents=np.zeros((CLIPS, *latent, 4)), captions=None)
-        name, planned, attention = step(None, batch)
+        batch = replace(batch_of(0), latents=np.zeros((CLIPS, *latent, 4)))
+        step(state, batch)
+        name, planned, attention = taken[-1]
         assert (name, planned) == (EXPERT, latent)
         assert attention.self_attention.problem.q_len == tokens
         assert buckets.work_of(batch).tokens == CLIPS * tokens

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+from jaxtyping import Array, Int
 
 from maxdiffusion.checkpoints.safetensors_io import (
     Box,
@@ -122,7 +123,7 @@ class DeviceBuffer(SliceBuffer):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _write(whole: jax.Array, part: jax.Array, starts: tuple[np.int32, ...]) -> jax.Array:
+def _write(whole: jax.Array, part: jax.Array, starts: tuple[Int[Array, ""], ...]) -> jax.Array:
     """Returns `whole` with `part` written at `starts`, in place."""
     return jax.lax.dynamic_update_slice(whole, part, starts)
 

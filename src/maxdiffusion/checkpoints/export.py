@@ -21,7 +21,7 @@ from maxdiffusion.checkpoints.safetensors_io import (
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry
-from maxdiffusion.runtime.files import new_folder
+from maxdiffusion.runtime.files import FilePath, new_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class ExportOptions:
 def export_component(
     state: nnx.State,
     table: CheckpointMap,
-    folder: Path,
+    folder: FilePath,
     *,
     config: Mapping[str, Any],
     options: ExportOptions | None = None,
@@ -126,7 +126,7 @@ def _write_files(folder: Path, groups: list[list[TensorToWrite]], stem: str) -> 
     (folder / f"{stem}{INDEX_SUFFIX}").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _exists(folder: Path) -> Problem:
+def _exists(folder: FilePath) -> Problem:
     return Problem(
         name="export folder",
         value=str(folder),

@@ -42,6 +42,7 @@ from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.runtime.files import (
     CacheKey,
     FileDigest,
+    FilePath,
     as_path,
     digest_files,
     digest_value,
@@ -84,7 +85,7 @@ class Manifest:
         return cls(key=CacheKey(facts), files=tuple(files))
 
     @classmethod
-    def read(cls, file: Path) -> "Manifest | None":
+    def read(cls, file: FilePath) -> "Manifest | None":
         """Returns the manifest in a file, or None if the file is not one."""
         try:
             content = json.loads(file.read_bytes())
@@ -93,7 +94,7 @@ class Manifest:
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return None
 
-    def write(self, file: Path) -> None:
+    def write(self, file: FilePath) -> None:
         """Writes the manifest; a reader sees the old file or the new one."""
         content = {"key": self.key.facts, "files": [asdict(one) for one in self.files]}
         with replacing(file) as unfinished:
@@ -129,7 +130,7 @@ class CachedLoad:
 
 def load_through_cache(
     sources: Mapping[str, ComponentSource],
-    cache: Path,
+    cache: FilePath,
     *,
     mesh: Mesh | None = None,
     options: LoadOptions | None = None,
@@ -159,7 +160,7 @@ def load_through_cache(
 class _Slot:
     """The cache folder of one component, and what belongs there."""
 
-    folder: Path
+    folder: FilePath
     source: ComponentSource
     matches: list[Match]
 
@@ -251,7 +252,7 @@ def _checkpointer() -> "ocp.StandardCheckpointer":
     return ocp.StandardCheckpointer()
 
 
-def _check(cache: Path) -> None:
+def _check(cache: FilePath) -> None:
     """Raises ProblemsFound unless the cache is a folder or can be created."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -260,12 +261,12 @@ def _check(cache: Path) -> None:
         raise ProblemsFound([_unusable(cache, rule)]) from error
 
 
-def _unusable(folder: Path, rule: str) -> Problem:
+def _unusable(folder: FilePath, rule: str) -> Problem:
     remedy = "Name another folder, or leave the setting empty to load without a cache"
     return Problem(name=KEY, value=str(folder), rule=rule, remedy=remedy)
 
 
-def _changed(folder: Path) -> Problem:
+def _changed(folder: FilePath) -> Problem:
     return Problem(
         name="weights",
         value=str(folder),

@@ -12,7 +12,7 @@ from maxdiffusion.config.config import Config
 from maxdiffusion.config.fields import Effect, Field, nearest_word
 from maxdiffusion.distributed.service import writes_files
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.runtime.files import check_object_store, is_object_store
+from maxdiffusion.runtime.files import FilePath, check_object_store, is_object_store
 
 AUTO = "auto"  # resolved for the devices before attention is planned
 
@@ -132,7 +132,7 @@ def check_on_disk(**paths: str) -> None:
     ).raise_if_any()
 
 
-def check_writable(name: str, value: str, folder: Path) -> None:
+def check_writable(name: str, value: str, folder: FilePath) -> None:
     """Checks that files can be written to a folder, or to its nearest existing parent."""
     if not value or is_object_store(value):
         return

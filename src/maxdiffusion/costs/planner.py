@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -26,7 +25,7 @@ from maxdiffusion.attention.context_parallel.base import Collective
 from maxdiffusion.costs.chips import Chip, Topology
 from maxdiffusion.costs.flops import ForwardFlops
 from maxdiffusion.costs.links import DeviceCollective, Network, network
-from maxdiffusion.mesh import MeshShape, build_mesh
+from maxdiffusion.mesh import MeshDevice, MeshShape, build_mesh
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +171,7 @@ class Task:
     flops: ForwardFlops
     layers: int
     topology: Topology
-    devices: Sequence[jax.Device]
+    devices: Sequence[MeshDevice]
     options: AttentionOptions = field(default_factory=AttentionOptions)
     text_length: int = 512
     shares: Shares = SHARES

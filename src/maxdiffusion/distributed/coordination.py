@@ -18,8 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeVar, cast, final
+from typing import Any, TypeVar, final
 
 import jax
 from etils import epath
@@ -33,7 +32,7 @@ from maxdiffusion.distributed.service import (
     this_process,
 )
 from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
-from maxdiffusion.runtime.files import as_path, is_object_store, new_folder, only_writer
+from maxdiffusion.runtime.files import FilePath, as_path, new_folder, only_writer
 from maxdiffusion.runtime.timing import HostTimes, Timings
 
 # The watchdog ends a job that hangs much earlier; this limits jobs that run without it.
@@ -115,7 +114,7 @@ def broadcast_from_first(topic: str, make: Callable[[], Value]) -> Value:
 
 
 @contextmanager
-def new_shared_folder(folder: Path) -> Iterator[Path]:
+def new_shared_folder(folder: FilePath) -> Iterator[FilePath]:
     """Yields a temporary folder that all processes write into and that then replaces `folder`.
 
     The first process creates and renames it, as `new_folder` does. Object storage cannot rename:
@@ -124,9 +123,9 @@ def new_shared_folder(folder: Path) -> Iterator[Path]:
     with ExitStack() as stack:
 
         def begin() -> str:
-            if is_object_store(folder):
+            if isinstance(folder, epath.Path):
                 if folder.exists():
-                    cast(epath.Path, folder).rmtree()
+                    folder.rmtree()
                 return os.fspath(folder)
             stack.enter_context(only_writer(folder.parent))
             return os.fspath(stack.enter_context(new_folder(folder)))

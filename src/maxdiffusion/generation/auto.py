@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import jax
 from flax import nnx
 
 from maxdiffusion.attention import AttentionProblem
@@ -17,7 +16,7 @@ from maxdiffusion.attention.registry import DOT_PRODUCT
 from maxdiffusion.config import Config
 from maxdiffusion.generation.settings import attention_options, precision
 from maxdiffusion.kernels.tpu import CHIP_NAMES
-from maxdiffusion.mesh.mesh import MeshShape, slice_index
+from maxdiffusion.mesh.mesh import MeshDevice, MeshShape, slice_index
 from maxdiffusion.mesh.resolve import MeshSplit
 from maxdiffusion.pipelines.programs import ProgramShape
 from maxdiffusion.pipelines.spec import WanSpec, wan_models
@@ -35,7 +34,7 @@ GIB = 2**30
 def choose_attention(
     config: Config,
     spec: WanSpec,
-    devices: Sequence[jax.Device],
+    devices: Sequence[MeshDevice],
     *,
     mesh: MeshSplit,
     shape: ProgramShape,
@@ -85,7 +84,7 @@ def choose_attention(
     return best.name, replace(mesh, ici=best.shape), (explain(found),)
 
 
-def _plannable(devices: Sequence[jax.Device]) -> bool:
+def _plannable(devices: Sequence[MeshDevice]) -> bool:
     known = all(device.device_kind.lower() in CHIP_NAMES for device in devices)
     return known and len({*map(slice_index, devices)}) == 1
 
@@ -114,7 +113,7 @@ class Need:
 def choose_weight_sharding(
     config: Config,
     spec: WanSpec,
-    devices: Sequence[jax.Device],
+    devices: Sequence[MeshDevice],
     *,
     mesh: MeshSplit,
     shape: ProgramShape,

@@ -44,7 +44,7 @@ from maxdiffusion.generation.settings import (
     use_aot_cache,
 )
 from maxdiffusion.generation.tasks import LineTasks
-from maxdiffusion.mesh import build_mesh
+from maxdiffusion.mesh import MeshDevice, build_mesh
 from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.mesh.resolve import AxisSizes, MeshRequest, MeshSplit, resolve
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
@@ -155,7 +155,7 @@ def resolve_job(
     return replace(job, builder=use_aot_cache(job.builder, config)), folder
 
 
-def open_model(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> tuple[ModelFolder, WanSpec]:
+def open_model(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> tuple[ModelFolder, WanSpec]:
     """Returns the model folder and its sizes; a refused folder is reported with the config."""
     config, problems = parsed.config, Collector(parsed.problems)
     location = config.pretrained_model_name_or_path
@@ -170,7 +170,7 @@ def open_model(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> tuple[Mod
     raise ProblemsFound(problems.problems)
 
 
-def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[jax.Device]) -> ResolvedJob:
+def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice]) -> ResolvedJob:
     """Returns the job of a config for a model of these sizes on these devices.
 
     The devices may be described ones that this machine does not have. Raises `ProblemsFound` with
@@ -233,7 +233,7 @@ def input_facts(job: ResolvedJob, line: VideoRequestLine) -> list[str]:
 def choose(
     config: Config,
     spec: WanSpec,
-    devices: Sequence[jax.Device],
+    devices: Sequence[MeshDevice],
     *,
     mesh: MeshSplit,
     shape: ProgramShape,
@@ -270,7 +270,7 @@ def tile_notes(attention: BlockAttention) -> tuple[str, ...]:
 
 
 def program_builder(
-    config: Config, spec: WanSpec, choices: Choices, devices: Sequence[jax.Device]
+    config: Config, spec: WanSpec, choices: Choices, devices: Sequence[MeshDevice]
 ) -> ProgramBuilder:
     """Returns the builder of a job's programs, on its mesh."""
     return ProgramBuilder(
@@ -292,7 +292,7 @@ def refuse_tile_search(
     raise ProblemsFound([problem])
 
 
-def counts(devices: Sequence[jax.Device]) -> dict[str, int]:
+def counts(devices: Sequence[MeshDevice]) -> dict[str, int]:
     """Returns the numbers of devices and slices that a config is checked against."""
     return {"device_count": len(devices), "slice_count": len({*map(slice_index, devices)})}
 

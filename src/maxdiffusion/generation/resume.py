@@ -15,7 +15,7 @@ are written in the background while the next ones are made:
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,6 +36,7 @@ from maxdiffusion.distributed.service import is_multiprocess
 from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.runtime.files import (
     CacheKey,
+    FilePath,
     as_path,
     is_object_store,
     local_copy,
@@ -65,7 +66,7 @@ class Video:
 
     prompt: str
     seed: int
-    path: Path
+    path: FilePath
     line: VideoRequestLine | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,7 +165,7 @@ def batches(videos: tuple[Video, ...], size: int) -> Iterator[tuple[Video, ...]]
         yield videos[first : first + size]
 
 
-def latents_path(video: Video) -> Path:
+def latents_path(video: Video) -> FilePath:
     """Returns the file of a video's latents."""
     return video.path.with_name(f"{video.path.stem}.{LATENTS}.safetensors")
 
@@ -247,6 +248,10 @@ AHEAD = 1
 """Videos that may wait for their files while another one is made."""
 
 
+Write = Callable[[Provenance, Video, np.ndarray], None]
+"""Writes the frames of a video to its file."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Pending:
     """A video in the queue: its frames on the host, and its file, once they are done."""
@@ -262,8 +267,9 @@ class VideoWriter:
     of the run itself, the videos that were added before are still written.
     """
 
-    def __init__(self, provenance: Provenance):
+    def __init__(self, provenance: Provenance, write: "Write | None" = None):
         self._provenance = provenance
+        self._write = write or write_file
         self._moving = ThreadPoolExecutor(1, thread_name_prefix="moving latents and frames")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="writing videos")
         self._waiting: deque[_Pending] = deque()
@@ -306,7 +312,9 @@ class VideoWriter:
             self._waiting[0].written.result()
             self._waiting.popleft()
         fetched = self._moving.submit(np.asarray, frames)
-        written = self._writing.submit(lambda: write(self._provenance, video, fetched.result()))
+        written = self._writing.submit(
+            lambda: self._write(self._provenance, video, fetched.result())
+        )
         self._waiting.append(_Pending(fetched=fetched, written=written))
 
     def check(self) -> None:
@@ -327,7 +335,7 @@ class VideoWriter:
             self._waiting.popleft()
 
 
-def write(provenance: Provenance, video: Video, frames: np.ndarray) -> None:
+def write_file(provenance: Provenance, video: Video, frames: np.ndarray) -> None:
     """Writes a video, atomically, and deletes its stored latents."""
     write_video(
         video.path,

@@ -25,7 +25,7 @@ from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec
 from maxdiffusion.pipelines.tasks import Task, TextToVideo
-from maxdiffusion.runtime.files import as_path
+from maxdiffusion.runtime.files import FilePath, as_path
 from maxdiffusion.runtime.profiling import ProfilePlan
 
 WAN_2_1_GUIDANCE = 5.0
@@ -177,7 +177,7 @@ def fill_aot_cache(builder: ProgramBuilder, config: Config) -> ProgramBuilder:
     return replace(builder, compile=AotCache.of(aot_cache_folder(config), builder).fill)
 
 
-def aot_cache_folder(config: Config) -> Path:
+def aot_cache_folder(config: Config) -> FilePath:
     """Returns the folder of compiled programs; raises if it cannot be written."""
     folder = as_path(config.aot_cache_dir)
     check_writable("aot_cache_dir", config.aot_cache_dir, folder)

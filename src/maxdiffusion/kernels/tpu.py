@@ -143,6 +143,10 @@ class BlockSizes:
         """Returns the sizes that are set, by name."""
         return {name: size for name, size in vars(self).items() if size}
 
+    def only(self, names: Sequence[str]) -> "BlockSizes":
+        """Returns the named sizes, and leaves the choice of all others open."""
+        return BlockSizes(**{name: vars(self)[name] for name in names})
+
     def updated(self, sizes: Mapping[str, int]) -> "BlockSizes":
         """Returns these sizes with some of them replaced."""
         return replace(self, **sizes)  # type: ignore[arg-type]

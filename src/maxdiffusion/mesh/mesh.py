@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -18,6 +19,56 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
 CONTEXT_AXES = ("ring", "ulysses")
+
+
+@runtime_checkable
+class MeshDevice(Protocol):
+    """The part of `jax.Device` that planning reads; a described TPU has it too."""
+
+    @property
+    def platform(self) -> str:
+        """Returns cpu, gpu or tpu."""
+        ...
+
+    @property
+    def device_kind(self) -> str:
+        """Returns the name of the chip."""
+        ...
+
+    @property
+    def id(self) -> int:
+        """Returns a number that no other device has."""
+        ...
+
+    @property
+    def process_index(self) -> int:
+        """Returns the process that the device belongs to."""
+        ...
+
+
+@runtime_checkable
+class TpuCore(MeshDevice, Protocol):
+    """A device with a place in a grid of chips."""
+
+    @property
+    def coords(self) -> Sequence[int]:
+        """Returns (x, y, z) of the chip."""
+        ...
+
+    @property
+    def core_on_chip(self) -> int:
+        """Returns the number of the core within its chip."""
+        ...
+
+
+@runtime_checkable
+class InSlice(MeshDevice, Protocol):
+    """A device that knows its slice; those of a described topology, which is one slice, do not."""
+
+    @property
+    def slice_index(self) -> int:
+        """Returns the number of the slice."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,29 +116,25 @@ def snake_order(coords: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(key)
 
 
-def hardware_order(devices: Iterable[jax.Device]) -> list[jax.Device]:
+def hardware_order(devices: Iterable[MeshDevice]) -> list[MeshDevice]:
     """Sorts devices by slice, then by `snake_order` of chips, then by core of the chip."""
 
-    def key(device: jax.Device) -> tuple[object, ...]:
+    def key(device: MeshDevice) -> tuple[object, ...]:
         if device.platform != "tpu":
             return (device.process_index, device.id)
+        assert isinstance(device, TpuCore), device
         return (slice_index(device), *snake_order(tuple(device.coords)), device.core_on_chip)
 
     return sorted(devices, key=key)
 
 
-def slice_index(device: jax.Device) -> int:
+def slice_index(device: MeshDevice) -> int:
     """Returns the slice, a set of chips joined by ICI, that a device belongs to."""
-    if device.platform != "tpu":
-        return 0
-    try:
-        return int(device.slice_index)
-    except AttributeError:  # devices of a described topology, which is one slice, have no index
-        return 0
+    return device.slice_index if device.platform == "tpu" and isinstance(device, InSlice) else 0
 
 
 def build_mesh(
-    ici: MeshShape, *, dcn: MeshShape | None = None, devices: Sequence[jax.Device] | None = None
+    ici: MeshShape, *, dcn: MeshShape | None = None, devices: Sequence[MeshDevice] | None = None
 ) -> Mesh:
     """Builds the mesh of shape `ici` within a slice times `dcn` across slices.
 

@@ -1,19 +1,41 @@
 """Models without weights: the graph, and the shape, dtype and sharding of every parameter."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Generic, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import parameter_sharding
 
+T = TypeVar("T")
 Model = TypeVar("Model", bound=nnx.Module)
 Values = dict[str, jax.Array]  # dotted path -> parameter
+
+
+def register_tree(cls: type[T]) -> type[T]:
+    """Registers a dataclass of arrays as a pytree that may also hold shapes, shardings or tracers.
+
+    jax rebuilds a tree with such leaves in place of its arrays, so this does not call `__init__`,
+    whose annotations are true of arrays only.
+    """
+    names = [field.name for field in fields(cast(Any, cls))]
+
+    def flatten(tree: T) -> tuple[list[tuple[GetAttrKey, Any]], None]:
+        return [(GetAttrKey(name), vars(tree)[name]) for name in names], None
+
+    def unflatten(_: None, leaves: Iterable[Any]) -> T:
+        tree = object.__new__(cls)
+        vars(tree).update(zip(names, leaves, strict=True))
+        return tree
+
+    register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from jaxlib import xla_client
 
 import maxdiffusion
 from maxdiffusion.pipelines.programs import ProgramBuilder
-from maxdiffusion.runtime.files import CacheKey, replacing
+from maxdiffusion.runtime.files import CacheKey, FilePath, open_binary, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class UnusableFile(ValueError):
     """A file without a program that may run here; the message says why."""
 
 
-def write_executable(path: Path, key: CacheKey, payload: bytes) -> None:
+def write_executable(path: FilePath, key: CacheKey, payload: bytes) -> None:
     """Writes a program under its key, atomically."""
     sha256 = hashlib.sha256(payload).hexdigest()
     facts = {"key": json.loads(key.text), "bytes": len(payload), "sha256": sha256}
@@ -56,10 +56,10 @@ def write_executable(path: Path, key: CacheKey, payload: bytes) -> None:
         file.write(payload)
 
 
-def read_executable(path: Path, key: CacheKey) -> bytes:
+def read_executable(path: FilePath, key: CacheKey) -> bytes:
     """Returns the payload of a file that was written under exactly this key."""
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             header = _header(file)
             payload = file.read()
     except OSError as error:
@@ -74,10 +74,10 @@ def read_executable(path: Path, key: CacheKey) -> bytes:
     return payload
 
 
-def read_key(path: Path) -> Mapping[str, Any]:
+def read_key(path: FilePath) -> Mapping[str, Any]:
     """Returns the facts of the key that a file was written under."""
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             return _header(file)["key"]
     except OSError as error:
         raise UnusableFile(f"it cannot be read: {error.strerror}") from error
@@ -170,11 +170,11 @@ class AotCache:
     Every hit and every miss is logged, a miss with its reason.
     """
 
-    folder: Path
+    folder: FilePath
     surroundings: Mapping[str, Any]
 
     @classmethod
-    def of(cls, folder: Path, builder: ProgramBuilder) -> "AotCache":
+    def of(cls, folder: FilePath, builder: ProgramBuilder) -> "AotCache":
         """Returns the cache in a folder for the programs of a builder."""
         spec = builder.spec
         settings = {
@@ -212,7 +212,7 @@ class AotCache:
         """Returns everything that the compiled program depends on."""
         return CacheKey({**program_facts(name, lowered), **self.surroundings})
 
-    def path(self, name: str, key: CacheKey) -> Path:
+    def path(self, name: str, key: CacheKey) -> FilePath:
         """Returns the file of a program with this key."""
         return self.folder / f"{name}-{key.file_stem}{SUFFIX}"
 
@@ -229,14 +229,14 @@ class AotCache:
     def _why_missing(self, name: str, key: CacheKey) -> str:
         """Returns why there is no file: how the nearest program of this name differs."""
         reasons = []
-        for other in sorted(self.folder.glob(f"{name}-*{SUFFIX}")):
+        for other in self.folder.glob(f"{name}-*{SUFFIX}"):
             try:
                 reasons.append((other.name, key.differences(read_key(other))))
             except UnusableFile as reason:
                 reasons.append((other.name, [str(reason)]))
         if not reasons:
             return "there is no such file"
-        nearest, changed = min(reasons, key=lambda reason: len(reason[1]))
+        nearest, changed = min(sorted(reasons), key=lambda reason: len(reason[1]))
         return f"there is no such file; {nearest} differs: {'; '.join(changed)}"
 
 

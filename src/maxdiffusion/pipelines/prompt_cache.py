@@ -15,7 +15,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from maxdiffusion.pipelines.text import RowCache
 from maxdiffusion.runtime.files import (
     CacheKey,
     FileDigest,
+    FilePath,
     digest_files,
     digest_value,
     local_copy,
@@ -62,14 +62,14 @@ def digest_rows(rows: Rows) -> str:
     return hashlib.sha256(np.ascontiguousarray(rows).view(np.uint8).data).hexdigest()
 
 
-def write_rows(path: Path, key: CacheKey, rows: Rows) -> None:
+def write_rows(path: FilePath, key: CacheKey, rows: Rows) -> None:
     """Writes rows under their key, atomically."""
     about = {"content": CONTENT, "key": key.text, "sha256": digest_rows(rows)}
     with replacing(path) as unfinished:
         save_file({ROWS: np.ascontiguousarray(rows)}, unfinished, about)
 
 
-def read_rows(path: Path, key: CacheKey) -> Rows:
+def read_rows(path: FilePath, key: CacheKey) -> Rows:
     """Returns the rows of a file that was written under exactly this key; else `UnusableRows`."""
     try:
         about, rows = _read_file(path)
@@ -88,7 +88,7 @@ def read_rows(path: Path, key: CacheKey) -> Rows:
     return rows
 
 
-def _read_file(path: Path) -> tuple[dict[str, str], Rows | None]:
+def _read_file(path: FilePath) -> tuple[dict[str, str], Rows | None]:
     """Returns metadata and rows of a safetensors file; None if it has no rows."""
     copy = local_copy(path)
     try:
@@ -105,13 +105,13 @@ def _read_file(path: Path) -> tuple[dict[str, str], Rows | None]:
 class PromptCache:
     """A folder of prompt embeddings; `made_with` holds the facts that all of them share."""
 
-    folder: Path
+    folder: FilePath
     made_with: Mapping[str, Any]
     width: int
 
     @classmethod
     def of_encoder(
-        cls, folder: Path, model: ModelFolder, precision: Precision, width: int
+        cls, folder: FilePath, model: ModelFolder, precision: Precision, width: int
     ) -> "PromptCache":
         """Returns the cache of one text encoder, in the precision that it runs in."""
         digest = broadcast_from_first("text encoder", lambda: encoder_digest(model, folder))
@@ -126,7 +126,7 @@ class PromptCache:
         """Returns everything that the rows of a text depend on."""
         return CacheKey({**self.made_with, "max_sequence_length": length, "tokens": list(ids)})
 
-    def path(self, ids: Tokens, length: int) -> Path:
+    def path(self, ids: Tokens, length: int) -> FilePath:
         """Returns the file of a text."""
         return self.folder / f"prompt-{self.key(ids, length).file_stem}.safetensors"
 
@@ -223,7 +223,7 @@ class CachedPrompts(RowCache):
         )
 
 
-def encoder_digest(model: ModelFolder, folder: Path) -> str:
+def encoder_digest(model: ModelFolder, folder: FilePath) -> str:
     """Returns a digest of the contents of text encoder and tokenizer.
 
     The digests of their files are stored in `folder`; a file with the same size and modification
@@ -244,7 +244,7 @@ def encoder_digest(model: ModelFolder, folder: Path) -> str:
     return digest_value([(file.name, file.sha256) for file in hashed])
 
 
-def _known_digests(notes: Path) -> tuple[FileDigest, ...]:
+def _known_digests(notes: FilePath) -> tuple[FileDigest, ...]:
     """Returns the digests of an earlier run; none if they cannot be read."""
     try:
         return tuple(FileDigest(**fields) for fields in json.loads(notes.read_bytes()))

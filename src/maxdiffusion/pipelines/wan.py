@@ -41,6 +41,7 @@ from maxdiffusion.pipelines.settings import PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec, open_wan_folder
 from maxdiffusion.pipelines.tasks import Conditions, Encoders
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
+from maxdiffusion.runtime.files import FilePath
 from maxdiffusion.runtime.timing import StepTime
 
 
@@ -99,7 +100,7 @@ def load_wan_parameters(
     builder: ProgramBuilder,
     *,
     without: Collection[str] = (),
-    cache: Path | None = None,
+    cache: FilePath | None = None,
     progress: Progress | None = None,
 ) -> LoadedParameters:
     """Returns the parameters of a model, through the orbax `cache` if there is one.

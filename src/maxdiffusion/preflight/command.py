@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import jax
-
 from maxdiffusion.checkpoints.diffusers_folder import is_hub_id
 from maxdiffusion.config.load import ParsedConfig
 from maxdiffusion.costs.chips import Chip, Topology, read_topology
@@ -30,6 +28,7 @@ from maxdiffusion.costs.step_time import (
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.generation.job import ResolvedJob, plan_job
 from maxdiffusion.generation.settings import fill_aot_cache, sampler
+from maxdiffusion.mesh import MeshDevice
 from maxdiffusion.models.umt5 import Umt5Config
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
@@ -105,7 +104,7 @@ def plan_for_topology(parsed: ParsedConfig) -> TopologyJob:
     return TopologyJob(topology=topology, planned=replace(planned, builder=builder))
 
 
-def plan_on(parsed: ParsedConfig, devices: Sequence[jax.Device]) -> ResolvedJob:
+def plan_on(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> ResolvedJob:
     """Returns the checked job of a config on these devices, real or described."""
     spec = find_spec(parsed.config.pretrained_model_name_or_path)
     return plan_job(parsed, spec, devices)

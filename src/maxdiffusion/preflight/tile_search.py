@@ -4,7 +4,7 @@ Tiles are timed on this machine, or ranked by machine code where there is no TPU
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,7 +64,7 @@ class Subject:
 
     purpose: str
     plan: AttentionPlan
-    planned: Callable[[Mapping[str, int]], AttentionPlan]
+    planned: Callable[[BlockSizes], AttentionPlan]
 
 
 def subjects(builder: ProgramBuilder, shape: ProgramShape) -> list[Subject]:
@@ -87,17 +87,17 @@ def subjects(builder: ProgramBuilder, shape: ProgramShape) -> list[Subject]:
 def _planned(
     builder: ProgramBuilder,
     make: Callable[[ProgramBuilder], AttentionPlan],
-    sizes: Mapping[str, int],
+    sizes: BlockSizes,
 ) -> AttentionPlan:
     return make(with_sizes(builder, sizes))
 
 
-def with_sizes(builder: ProgramBuilder, sizes: Mapping[str, int]) -> ProgramBuilder:
+def with_sizes(builder: ProgramBuilder, sizes: BlockSizes) -> ProgramBuilder:
     """Returns the builder with this tile in all kernels."""
     options = builder.settings.attention_options
-    # A size that is left out gets its default back.
-    given = {**dict.fromkeys(SEARCHED, 0), **sizes}
-    changed = replace(options, block_sizes=options.block_sizes.updated(given))
+    # A size that is left out is 0, which gives it its default back.
+    searched = {name: vars(sizes)[name] for name in SEARCHED}
+    changed = replace(options, block_sizes=options.block_sizes.updated(searched))
     return replace(builder, settings=replace(builder.settings, attention_options=changed))
 
 
@@ -152,9 +152,9 @@ class Search:
                 advance()
         return rows
 
-    def _blank(self, subject: Subject, sizes: Mapping[str, int]) -> Tried:
+    def _blank(self, subject: Subject, sizes: BlockSizes) -> Tried:
         site = subject.plan.local
-        tile: dict[str, Any] = {name: sizes.get(name, 0) for name in SEARCHED}
+        tile: dict[str, Any] = {name: vars(sizes)[name] for name in SEARCHED}
         return Tried(
             purpose=subject.purpose,
             attention=subject.plan.name,
@@ -195,7 +195,7 @@ class Search:
         return TunedBlocks(
             kernel=kernel.search_name,
             problem=kernel.problem.tuning_key(),
-            blocks=BlockSizes.from_mapping(able[0].sizes),
+            blocks=able[0].sizes,
             seconds=able[0].seconds,
             how=self.meter.how,
         )

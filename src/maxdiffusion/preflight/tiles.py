@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from maxdiffusion.attention import AttentionPlan
 from maxdiffusion.attention.backends import AnyBackend
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.kernels.tpu import LANES
+from maxdiffusion.kernels.tpu import LANES, SEARCHED, BlockSizes
 from maxdiffusion.preflight.kernels import kernel_alone
 from maxdiffusion.runtime.files import replacing
 
@@ -56,10 +56,9 @@ QUERIES = (128, 256, 512, 1024, 2048, 4096, 6144, 8192)
 KEYS = (128, 256, 512, 1024, 2048, 4096)
 # Number of the largest fitting sizes to try: smaller tiles were never the best.
 MOST_QUERIES, MOST_KEYS = 5, 3
-Sizes = dict[str, int]
 
 
-def candidates(plan: AttentionPlan, mode: str) -> list[Sizes]:
+def candidates(plan: AttentionPlan, mode: str) -> list[BlockSizes]:
     """Returns the sizes to try: the current ones, then a grid; `full` also splits tiles inside.
 
     The current sizes are included, so that a search never ends with worse ones.
@@ -76,11 +75,11 @@ def candidates(plan: AttentionPlan, mode: str) -> list[Sizes]:
     return tried
 
 
-def current_sizes(backend: AnyBackend) -> Sizes:
+def current_sizes(backend: AnyBackend) -> BlockSizes:
     """Returns the block sizes of a kernel that a search sets."""
     blocks = backend.blocks
     assert blocks is not None, backend.title
-    return {name: vars(blocks)[name] for name in backend.searched_sizes}
+    return blocks.only(backend.searched_sizes)
 
 
 def fitting(table: Sequence[int], length: int, most: int) -> list[int]:
@@ -90,7 +89,7 @@ def fitting(table: Sequence[int], length: int, most: int) -> list[int]:
     return [*below, whole][-most:] if whole <= table[-1] else below[-most:]
 
 
-def _variants(backend: AnyBackend, block_q: int, block_kv: int, mode: str) -> Iterator[Sizes]:
+def _variants(backend: AnyBackend, block_q: int, block_kv: int, mode: str) -> Iterator[BlockSizes]:
     """Yields a tile and, in `full`, its variants with smaller score tiles and two heads at once."""
     inner, heads = [block_kv], [1]
     if mode == "full":
@@ -98,14 +97,14 @@ def _variants(backend: AnyBackend, block_q: int, block_kv: int, mode: str) -> It
         if max(backend.problem.heads) % 2 == 0:
             heads.append(2)
     for compute, per_tile in product(inner, heads):
-        sizes = {
-            "block_q": block_q,
-            "block_kv": block_kv,
-            "block_kv_compute": compute,
-            "block_kv_compute_in": compute,
-            "heads_per_tile": per_tile,
-        }
-        yield {name: sizes[name] for name in backend.searched_sizes}
+        sizes = BlockSizes(
+            block_q=block_q,
+            block_kv=block_kv,
+            block_kv_compute=compute,
+            block_kv_compute_in=compute,
+            heads_per_tile=per_tile,
+        )
+        yield sizes.only(backend.searched_sizes)
 
 
 REFUSED = float("inf")
@@ -143,15 +142,16 @@ class Tried:
         return tuple(value for name, value in asdict(self).items() if name not in results)
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Returns the tile as entries of flash_block_sizes."""
-        names = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in", "heads_per_tile")
-        return {name: vars(self)[name] for name in names if vars(self)[name]}
+    def sizes(self) -> BlockSizes:
+        """Returns the tile."""
+        return BlockSizes(**{name: vars(self)[name] for name in SEARCHED})
 
     @property
     def overrides(self) -> tuple[str, ...]:
         """Returns the command line arguments that select this tile."""
-        return tuple(f"flash_block_sizes.{name}={size}" for name, size in self.sizes.items())
+        return tuple(
+            f"flash_block_sizes.{name}={size}" for name, size in self.sizes.given().items()
+        )
 
 
 def ranked(rows: Sequence[Tried]) -> list[Tried]:

@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, Literal, cast
 
 from etils import epath
 from safetensors import SafetensorError
@@ -39,6 +39,9 @@ LIBRARIES = {"gs": "gcsfs", "s3": "s3fs", "az": "adlfs", "hf": "huggingface_hub"
 GIGABYTE = 1000**3
 COPY_BYTES = 1 << 24  # read at once
 
+# On a disk or in object storage; epath's class has the methods of `Path`, but is no subclass.
+FilePath = Path | epath.Path
+
 
 # Paths
 
@@ -48,10 +51,10 @@ def is_object_store(path: str | os.PathLike[str]) -> bool:
     return "://" in os.fspath(path)
 
 
-def as_path(text: str) -> Path:
+def as_path(text: str) -> FilePath:
     """Returns a path to read or write, in object storage or absolute on a disk."""
     if is_object_store(text):
-        return cast(Path, epath.Path(text))  # has the methods of Path, but is no subclass
+        return epath.Path(text)
     return Path(text).expanduser().absolute()
 
 
@@ -70,12 +73,17 @@ def check_object_store(name: str, text: str) -> None:
         raise ProblemsFound([Problem(name=name, value=text, rule=rule, remedy=remedy)]) from error
 
 
-def local_copy(path: Path) -> Path:
+def open_binary(path: FilePath, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
+    """Opens a file for bytes; epath's own annotation leaves open which kind of stream it is."""
+    return cast(BinaryIO, path.open(mode))
+
+
+def local_copy(path: FilePath) -> Path:
     """Returns a path on a disk with the file's content, for libraries that need one.
 
     Copies from object storage are removed when the process exits.
     """
-    if not is_object_store(path):
+    if isinstance(path, Path):
         return path
     copy = _scratch() / f"{uuid.uuid4().hex}{path.suffix}"
     copy_file(path, copy)
@@ -89,21 +97,21 @@ def _scratch() -> Path:
     return Path(folder)
 
 
-def copy_file(source: Path, target: Path) -> None:
+def copy_file(source: FilePath, target: FilePath) -> None:
     """Copies a file between any two storages. Removes the target after an error.
 
     The storage libraries copy only within one storage. In object storage a file appears when it is
     closed, and an error closes it too.
     """
     try:
-        with source.open("rb") as read, target.open("wb") as written:
+        with open_binary(source) as read, open_binary(target, "wb") as written:
             shutil.copyfileobj(read, written, COPY_BYTES)
     except BaseException:
         target.unlink(missing_ok=True)
         raise
 
 
-def copy_folder(source: Path, target: Path) -> None:
+def copy_folder(source: FilePath, target: FilePath) -> None:
     """Copies all files below `source` to `target`, which is created if needed."""
     target.mkdir(parents=True, exist_ok=True)
     for item in source.iterdir():
@@ -113,11 +121,11 @@ def copy_folder(source: Path, target: Path) -> None:
             copy_file(item, target / item.name)
 
 
-def move_folder(source: Path, target: Path) -> None:
+def move_folder(source: FilePath, target: FilePath) -> None:
     """Renames a folder. Object storage cannot rename, so its files are copied and deleted."""
-    if is_object_store(source):
+    if isinstance(source, epath.Path):
         copy_folder(source, target)
-        cast(epath.Path, source).rmtree()
+        source.rmtree()
     else:
         source.rename(target)
 
@@ -132,14 +140,14 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: FilePath) -> Iterator[Path]:
     """Yields a temporary path in the same folder, which is renamed to `path` after the block.
 
     The folder is created if needed. After a failure the temporary file is removed and an older file
     at `path` is unchanged. For object storage the file is written to a disk and then uploaded: it
     appears there when the upload is complete.
     """
-    if is_object_store(path):
+    if isinstance(path, epath.Path):
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch) / path.name
             yield local
@@ -166,9 +174,10 @@ def remove_unfinished() -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_leftovers(paths: Sequence[Path]) -> None:
+def remove_leftovers(paths: Sequence[FilePath]) -> None:
     """Removes temporary files of killed processes that were writing `paths`."""
-    folders = {path.parent for path in paths if not is_object_store(path) and path.parent.is_dir()}
+    parents = {path.parent for path in paths if isinstance(path, Path)}
+    folders = [parent for parent in parents if parent.is_dir()]
     wanted = {(path.stem, path.suffix) for path in paths}
     for file in (file for folder in folders for file in folder.iterdir()):
         found = _UNFINISHED_FILE.fullmatch(file.name)
@@ -177,13 +186,13 @@ def remove_leftovers(paths: Sequence[Path]) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def new_folder(folder: FilePath) -> Iterator[Path]:
     """Yields a temporary folder in the same parent, which replaces `folder` after the block.
 
     The previous folder is removed only after the new one is complete. For object storage the folder
     is written to a disk and uploaded file by file.
     """
-    if is_object_store(folder):
+    if isinstance(folder, epath.Path):
         with tempfile.TemporaryDirectory() as scratch:
             yield Path(scratch)
             copy_folder(Path(scratch), folder)
@@ -237,12 +246,12 @@ class WritingFailed(RunFailed):
     """Files could not be written. The message names them, the folder and a way out."""
 
 
-def check_free_space(name: str, folder: Path, needed: int) -> None:
+def check_free_space(name: str, folder: FilePath, needed: int) -> None:
     """Raises ProblemsFound if fewer than `needed` bytes are free where `folder` is or will be.
 
     Object storage has no limit.
     """
-    if is_object_store(folder):
+    if isinstance(folder, epath.Path):
         return
     free = shutil.disk_usage(_existing_parent(folder)).free
     if needed > free:
@@ -262,7 +271,7 @@ def _existing_parent(folder: Path) -> Path:
 
 
 @contextmanager
-def writing(what: str, folder: Path) -> Iterator[None]:
+def writing(what: str, folder: FilePath) -> Iterator[None]:
     """Turns a disk error in its block into `WritingFailed`, one line with a way out.
 
     The block must leave no partial files behind.
@@ -279,7 +288,7 @@ def writing(what: str, folder: Path) -> Iterator[None]:
 # JSON lines
 
 
-def read_json_lines(file: Path) -> list[dict[str, Any]]:
+def read_json_lines(file: FilePath) -> list[dict[str, Any]]:
     """Reads one object per line; none if the file is missing. Skips lines that were cut short.
 
     A process that is killed while it appends leaves such a line.
@@ -295,12 +304,12 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def append_json_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def append_json_lines(file: FilePath, lines: Iterable[Mapping[str, Any]]) -> None:
     """Appends one line per object, after the end of a line that was cut short.
 
     Object storage cannot append, so there the whole file is rewritten.
     """
-    if is_object_store(file):
+    if isinstance(file, epath.Path):
         with replacing(file) as rewritten:
             texts = (f"{json.dumps(line)}\n" for line in [*read_json_lines(file), *lines])
             rewritten.write_text("".join(texts), encoding="utf-8")
@@ -314,7 +323,7 @@ def append_json_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
         stream.writelines(f"{json.dumps(line)}\n".encode() for line in lines)
 
 
-def add_new_json_lines(file: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+def add_new_json_lines(file: FilePath, lines: Iterable[Mapping[str, Any]]) -> None:
     """Appends the objects that the file does not contain yet."""
     present = read_json_lines(file)
     new = [line for line in lines if line not in present]

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO, final
+from typing import Protocol, final, runtime_checkable
 
 from tqdm import tqdm
 
@@ -104,7 +104,22 @@ _STEPS = (
 _BYTES = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"
 
 
-def draws_bars(stream: TextIO) -> bool:
+@runtime_checkable
+class TextStream(Protocol):
+    """A stream that bars are drawn on, such as `sys.stderr` or `io.StringIO`."""
+
+    def write(self, text: str, /) -> object:
+        """Writes a part of a line."""
+
+    def flush(self) -> object:
+        """Shows all that was written."""
+
+    def isatty(self) -> bool:
+        """Returns whether a person looks at it."""
+        ...
+
+
+def draws_bars(stream: TextStream) -> bool:
     """Returns whether bars are drawn: only on a terminal of the first process."""
     import jax  # slow, and a command that only checks its config draws no bars
 
@@ -113,7 +128,7 @@ def draws_bars(stream: TextIO) -> bool:
 
 @contextlib.contextmanager
 def steps_bar(
-    description: str, total: int, *, unit: str = "step", stream: TextIO | None = None
+    description: str, total: int, *, unit: str = "step", stream: TextStream | None = None
 ) -> Iterator[Advance]:
     """Draws a bar of `total` steps. Yields a function to call after each step."""
     stream = sys.stderr if stream is None else stream
@@ -134,7 +149,7 @@ def _advance(bar: tqdm) -> None:
 
 
 @contextlib.contextmanager
-def bytes_bar(description: str, *, stream: TextIO | None = None) -> Iterator[Report]:
+def bytes_bar(description: str, *, stream: TextStream | None = None) -> Iterator[Report]:
     """Draws a bar of bytes. Yields a function to call with the bytes done and the total."""
     stream = sys.stderr if stream is None else stream
     with tqdm(

@@ -6,12 +6,11 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TypeVar, final
 
 import jax
 
-from maxdiffusion.runtime.files import replacing
+from maxdiffusion.runtime.files import FilePath, replacing
 from maxdiffusion.runtime.profiling import Profiler
 
 Values = TypeVar("Values")
@@ -126,7 +125,7 @@ class Timings:
             "run": dict(details or {}),
         }
 
-    def write(self, path: Path, details: Mapping[str, object] | None = None) -> None:
+    def write(self, path: FilePath, details: Mapping[str, object] | None = None) -> None:
         """Writes `as_json` to `path`, atomically."""
         text = json.dumps(self.as_json(details), indent=2, ensure_ascii=False)
         with replacing(path) as unfinished:

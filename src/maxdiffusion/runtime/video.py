@@ -31,7 +31,7 @@ from av.video.stream import VideoStream
 from jaxtyping import Float, UInt8
 
 from maxdiffusion.errors import RunFailed
-from maxdiffusion.runtime.files import replacing
+from maxdiffusion.runtime.files import FilePath, replacing
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
 Filter = tuple[str, str]  # name and arguments
@@ -83,7 +83,7 @@ def to_bytes(frame: np.ndarray) -> np.ndarray:
 
 
 def write_video(
-    path: Path,
+    path: FilePath,
     frames: Frames,
     *,
     fps: float,
@@ -103,7 +103,7 @@ def write_video(
         _encode(unfinished, frames, fps=fps, tags=tags)
 
 
-def is_video_of(path: Path, identity: str) -> bool:
+def is_video_of(path: FilePath, identity: str) -> bool:
     """Returns whether `path` is a video that was written with this identity."""
     try:
         with path.open("rb") as stream:
@@ -236,7 +236,7 @@ def _opened(path: Path) -> Iterator[tuple[InputContainer, VideoStream]]:
 
 
 @contextmanager
-def _errors(path: Path, action: str) -> Iterator[None]:
+def _errors(path: FilePath, action: str) -> Iterator[None]:
     try:
         yield
     except UnknownCodecError as error:

@@ -30,7 +30,7 @@ from jax import lax
 from maxdiffusion.distributed.coordination import assert_same_result, barrier, broadcast_from_first
 from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
 from maxdiffusion.models.abstract import check_same_shapes
-from maxdiffusion.runtime.files import as_path, move_folder
+from maxdiffusion.runtime.files import FilePath, as_path, move_folder
 from maxdiffusion.training.step import TrainState
 
 INVENTORY = "files.json"
@@ -105,7 +105,7 @@ class Restored:
 class Checkpoints:
     """The checkpoints of one run; keeps the last `keep`."""
 
-    def __init__(self, folder: Path, *, keep: int = 2):
+    def __init__(self, folder: FilePath, *, keep: int = 2):
         if keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1")
         self.folder = as_path(os.fspath(folder))
@@ -182,7 +182,7 @@ class Checkpoints:
 
     def _list_files(self) -> None:
         """Lists the files of the checkpoint that is about to become complete."""
-        if jax.process_index() != 0 or "://" in os.fspath(self.folder):
+        if jax.process_index() != 0 or not isinstance(self.folder, Path):
             return  # object storage has checksums of its own
         names = (str(self._writing), f"{self._writing}{UNFINISHED}*")
         for unfinished in (found for name in names for found in self.folder.glob(name)):
@@ -190,9 +190,10 @@ class Checkpoints:
 
     def _read(self, step: int, like: TrainState) -> Restored:
         # A failed read of orbax stays in a thread and fails there again, so check files first.
-        damage = find_damage(self.folder / str(step))
-        if damage is not None:
-            raise ValueError(damage)
+        if isinstance(self.folder, Path):
+            damage = find_damage(self.folder / str(step))
+            if damage is not None:
+                raise ValueError(damage)
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for path, array in flat_arrays(like).items()

@@ -23,7 +23,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.attention.plan import K_NAME, OUT_NAME, Q_NAME, V_NAME
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
-from maxdiffusion.models.abstract import AbstractModel, Values
+from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.transformer import BlockStep
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
@@ -190,7 +190,7 @@ class BellWeighting:
         return (jnp.exp(-2 * (level_B - 0.5) ** 2) - lowest) / mean
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class NoisySample:
     """Noisy latents, their velocity (the target) and their noise levels."""
@@ -217,7 +217,7 @@ def sample_losses(predicted: Float[Array, "B F Y X C"], sample: NoisySample) -> 
     return jnp.mean(jnp.square(error), axis=(1, 2, 3, 4))
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class BucketLosses:
     """Sums of unweighted losses by noise level, and the number of samples in each."""
@@ -302,12 +302,12 @@ class ExpertSchedule:
         return HIGH_NOISE if turn else LOW_NOISE
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class ClipBatch:
     """Normalised latents of clips, and their captions: tokens or text embeddings."""
 
-    latents: Float[Array, "B F Y X C"]
+    latents: Float[Array | np.ndarray, "B F Y X C"]
     captions: Captions | EncodedBefore
 
 
@@ -329,7 +329,7 @@ class WanLoss:
     ) -> tuple[Float[Array, ""], BucketLosses]:
         level_key, noise_key, text_key = jax.random.split(key, 3)
         levels = self.levels.draw(level_key, batch.latents.shape[0])
-        sample = add_noise(batch.latents.astype(jnp.float32), levels, noise_key)
+        sample = add_noise(jnp.asarray(batch.latents, jnp.float32), levels, noise_key)
         model = self.transformer.merge(values[self.expert])
         rows = self.text(values, batch.captions, text_key)
         predicted = self._velocity(model, sample.latents, levels, rows)

@@ -34,7 +34,7 @@ from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.pipelines.wan import WanParameters, WanPipeline, component_sources
-from maxdiffusion.runtime.files import as_path, new_folder, writing
+from maxdiffusion.runtime.files import FilePath, as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts
 from maxdiffusion.training.step import TrainState
@@ -54,7 +54,11 @@ class NewPart:
 
 
 def export_model(
-    template: Path, folder: Path, parts: Mapping[str, NewPart], *, dtype: np.dtype | None = None
+    template: Path,
+    folder: FilePath,
+    parts: Mapping[str, NewPart],
+    *,
+    dtype: np.dtype | None = None,
 ) -> None:
     """Writes a new `folder` with the components `parts`, and copies the rest of `template`.
 

@@ -12,11 +12,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from maxdiffusion.models.abstract import AbstractModel, Values, master
+from maxdiffusion.models.abstract import AbstractModel, Values, master, register_tree
 
 
 class Decay(Enum):
@@ -125,7 +126,7 @@ class Optimiser:
         return jax.tree.map(lambda old, new: keep * old + (1 - keep) * new, ema, values)
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class TrainState:
     """Parameters (float32), their running mean, optimiser moments, step and PRNG key.
@@ -183,7 +184,9 @@ def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh
     return jax.tree_util.tree_map_with_path(place, state)
 
 
-def place_values(values: Mapping[str, jax.Array], model: AbstractModel[Any], mesh: Mesh) -> Values:
+def place_values(
+    values: Mapping[str, jax.Array | np.ndarray], model: AbstractModel[Any], mesh: Mesh
+) -> Values:
     """Returns parameters in their shardings on the mesh."""
     shardings = model.shardings(mesh)
     return {path: jax.device_put(value, shardings[path]) for path, value in values.items()}
@@ -199,7 +202,7 @@ class Loss(Protocol):
         """Returns the loss of a batch and its figures."""
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
     """Metrics of a step."""

@@ -15,27 +15,27 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from maxdiffusion.attention import Attention, AttentionPlan
-from maxdiffusion.models.abstract import AbstractModel, Values
+from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.umt5 import Umt5Encoder
 
 TEXT_ENCODER = "text_encoder"
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class Captions:
     """Tokens of a batch of captions, zero after the end, and their numbers."""
 
-    ids: Int[Array, "B T"]
-    lengths: Int[Array, " B"]
+    ids: Int[Array | np.ndarray, "B T"]
+    lengths: Int[Array | np.ndarray, " B"]
 
 
-@jax.tree_util.register_dataclass
+@register_tree
 @dataclass(frozen=True, kw_only=True)
 class EncodedBefore:
     """Stored text embeddings of a batch of captions, zero after their ends."""
 
-    rows: Float[Array, "B T E"]
+    rows: Float[Array | np.ndarray, "B T E"]
 
 
 @runtime_checkable

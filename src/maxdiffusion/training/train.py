@@ -32,7 +32,7 @@ from maxdiffusion.models.abstract import AbstractModel, Values
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
-from maxdiffusion.runtime.files import as_path, check_free_space, read_json_lines, writing
+from maxdiffusion.runtime.files import FilePath, as_path, check_free_space, read_json_lines, writing
 from maxdiffusion.runtime.tpu_flags import describe_flags, target_chip
 from maxdiffusion.training.data.batches import Batches, Order, as_signed
 from maxdiffusion.training.data.latent_cache import SKIPPED, CachedClips, CaptionedClips
@@ -205,7 +205,7 @@ def summary(clips: ClipSet, store: ClipStore) -> str:
     )
 
 
-def log_skipped(folders: Iterable[Path]) -> None:
+def log_skipped(folders: Iterable[FilePath]) -> None:
     """Logs which clips were skipped, and why."""
     for file in sorted(folder / SKIPPED for folder in folders):
         lines = read_json_lines(file)

@@ -58,7 +58,7 @@ class VaeLoss:
         return jnp.asarray(total), terms
 
 
-def unclipped(vae: WanVae, latents: Video) -> Video:
+def unclipped(vae: WanVae, latents: Video) -> Float[Array, "B f y x 3"]:
     """Returns the decoded clip before clipping to [-1, 1], which would have no gradient."""
     folded = vae.decoder(vae.post_quant_conv(latents), None, WHOLE)[0]
     return unfold(folded, vae.config.fold_size)

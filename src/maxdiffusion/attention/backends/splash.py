@@ -38,6 +38,12 @@ def check_splash(backend: AnyBackend) -> None:
     problems.raise_if_any()
 
 
+NO_SEPARATE_BACKWARD = (
+    "flash_block_sizes.use_fused_bwd_kernel=false has no effect: tokamax has only the fused "
+    "backward kernel"
+)
+
+
 def describe_blocks(blocks: BlockSizes, backend: AnyBackend) -> str:
     """Returns the block sizes and a rough VMEM figure: the library lays VMEM out."""
     sizes = {"head_dim": backend.problem.head_dim, "itemsize": backend.problem.dtype.itemsize}
@@ -112,9 +118,14 @@ class TokamaxSplashBackend(StatelessBackend):
         check_splash(self)
 
     def details(self) -> Sequence[str]:
-        """Returns block sizes, VMEM and exponent."""
+        """Returns block sizes, VMEM and exponent, and a note on a size that has no effect."""
         base = "2" if self.options.use_base2_exp else "e"
-        return (f"{describe_blocks(self.blocks, self)}; exponent base {base}",)
+        sizes = f"{describe_blocks(self.blocks, self)}; exponent base {base}"
+        return (sizes, NO_SEPARATE_BACKWARD) if self._asks_for_separate_backward else (sizes,)
+
+    @property
+    def _asks_for_separate_backward(self) -> bool:
+        return self.options.block_sizes.use_fused_bwd_kernel is False
 
     def attend(self, q: Queries, k: Keys, v: Keys, kv_mask: LocalKVMask, stats: None) -> Queries:
         """Returns attention over all keys."""

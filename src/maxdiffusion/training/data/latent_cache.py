@@ -15,7 +15,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -25,6 +24,7 @@ from safetensors.numpy import save_file
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.runtime.files import (
     CacheKey,
+    FilePath,
     add_new_json_lines,
     digest_value,
     local_copy,
@@ -87,7 +87,7 @@ def shard_numbers(clips: int, shard: int) -> range:
 
 
 def fill_cache(
-    folder: Path,
+    folder: FilePath,
     clips: CaptionedClips,
     plan: CachePlan,
     *,
@@ -114,7 +114,7 @@ def _encoded(
     encode: Encode,
     tokenize: Tokenize,
     *,
-    skipped: Path,
+    skipped: FilePath,
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a shard; without latents if none of its clips can be used."""
     latents: list[np.ndarray] = []
@@ -154,13 +154,13 @@ def _groups(items: Iterator[Any], size: int) -> Iterator[list[Any]]:
         yield group
 
 
-def save_shard(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def save_shard(file: FilePath, tensors: Mapping[str, np.ndarray]) -> None:
     """Writes a shard, which appears when it is complete."""
     with writing(f"the shard {file.name}", file.parent), replacing(file) as unfinished:
         save_file(dict(tensors), unfinished)
 
 
-def shard_file(folder: Path, number: int, kind: str = "shard") -> Path:
+def shard_file(folder: FilePath, number: int, kind: str = "shard") -> FilePath:
     """Returns the path of a shard."""
     return folder / f"{kind}-{number:05d}.safetensors"
 
@@ -177,7 +177,7 @@ def _cache_key(clips: CaptionedClips, plan: CachePlan) -> CacheKey:
     )
 
 
-def claim_cache(manifest: Path, key: CacheKey) -> None:
+def claim_cache(manifest: FilePath, key: CacheKey) -> None:
     """Writes the key of a new cache. Raises ProblemsFound if the cache has another key."""
     if not manifest.exists():
         with writing(manifest.name, manifest.parent), replacing(manifest) as unfinished:
@@ -189,7 +189,7 @@ def claim_cache(manifest: Path, key: CacheKey) -> None:
         raise ProblemsFound([bad_cache(manifest.parent, rule)])
 
 
-def bad_cache(folder: Path, rule: str) -> Problem:
+def bad_cache(folder: FilePath, rule: str) -> Problem:
     """Returns the problem of a cache that cannot be used."""
     remedy = "Name another folder, or remove this one"
     return Problem(name="latent cache", value=str(folder), rule=rule, remedy=remedy)
@@ -198,7 +198,7 @@ def bad_cache(folder: Path, rule: str) -> Problem:
 class CachedClips:
     """Samples of a full cache: latents, tokens and token counts of clips."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: FilePath):
         self._folder = folder
         if not (folder / MANIFEST).is_file() or not self.files:
             raise ProblemsFound([bad_cache(folder, "holds no cached latents")])
@@ -208,7 +208,7 @@ class CachedClips:
             raise ProblemsFound([bad_cache(folder, rule)])
 
     @cached_property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[FilePath, ...]:
         """The shards, in their order."""
         return tuple(sorted(self._folder.glob("shard-*.safetensors")))
 
@@ -249,7 +249,7 @@ class CachedClips:
 class Shard:
     """Tensors with the same number of rows in one file; reads single rows."""
 
-    def __init__(self, file: Path):
+    def __init__(self, file: FilePath):
         self._opened: Any = safe_open(local_copy(file), framework="np")
         self._slices = {name: self._opened.get_slice(name) for name in self._opened.keys()}  # noqa: SIM118
 
@@ -276,23 +276,23 @@ AT_ONCE = 16
 EncodeText = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
-def text_file(shard: Path) -> Path:
+def text_file(shard: FilePath) -> FilePath:
     """Returns the path of the text embeddings of a shard."""
     return shard_file(shard.parent, int(shard.stem.split("-")[1]), TEXT)
 
 
-def missing_text(clips: CachedClips) -> tuple[Path, ...]:
+def missing_text(clips: CachedClips) -> tuple[FilePath, ...]:
     """Returns the shards without text embeddings."""
     return tuple(file for file in clips.files if not text_file(file).exists())
 
 
-def lacks_text(folder: Path) -> bool:
+def lacks_text(folder: FilePath) -> bool:
     """Returns whether a cache lacks text embeddings, or that of the empty caption."""
     return bool(missing_text(CachedClips(folder))) or not (folder / EMPTY).exists()
 
 
 def fill_text(
-    folder: Path,
+    folder: FilePath,
     *,
     model: str,
     empty: Sequence[int],
@@ -328,7 +328,7 @@ def _encoded_text(shard: Shard, encode: EncodeText) -> np.ndarray:
 class ClipsWithText:
     """Samples of a full cache: latents and text embeddings of clips."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: FilePath):
         self._clips = CachedClips(folder)
         missing = missing_text(self._clips)
         if missing or not (folder / EMPTY).exists():

@@ -22,6 +22,7 @@ from maxdiffusion.pipelines.request import LatentShape, VideoShape, check_video_
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.runtime.files import (
+    FilePath,
     add_new_json_lines,
     as_path,
     check_free_space,
@@ -65,7 +66,7 @@ class ClipSet:
 
     clips: CaptionedClips
     size: ClipSize
-    cache: Path
+    cache: FilePath
 
 
 def clip_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
@@ -113,7 +114,7 @@ def check_sizes(buckets: Sequence[ClipSize], spec: WanSpec) -> None:
     problems.raise_if_any()
 
 
-def list_left_out(root: Path, found: Sorted, buckets: Sequence[ClipSize]) -> None:
+def list_left_out(root: FilePath, found: Sorted, buckets: Sequence[ClipSize]) -> None:
     """Lists the videos that fit no bucket. Raises ProblemsFound if none fits."""
     lines = [{"clip": file.name, "reason": why} for file, why in found.left_out.items()]
     add_new_json_lines(root / SKIPPED, lines)
@@ -244,7 +245,7 @@ class ClipStore:
         return stored, StoredText(empty=stored[0].empty)
 
     def _check_free_space(
-        self, plans: Sequence[tuple[ClipSet, CachePlan]], missing: Mapping[Path, int]
+        self, plans: Sequence[tuple[ClipSet, CachePlan]], missing: Mapping[FilePath, int]
     ) -> None:
         """Raises ProblemsFound if the missing shards do not fit on the disk."""
         text = self.caption_tokens * self.spec.text_encoder.width if self.keeps_text else 0

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.runtime.files import append_json_lines, read_json_lines
+from maxdiffusion.runtime.files import FilePath, append_json_lines, read_json_lines
 from maxdiffusion.runtime.video import VideoError, measure_video, read_clip
 from maxdiffusion.training.data.batches import Sample
 
@@ -167,7 +167,7 @@ def sort_videos(
     videos: Sequence[Captioned],
     buckets: Sequence[ClipSize],
     *,
-    notes: Path,
+    notes: FilePath,
     advance: Advance = lambda: None,
 ) -> Sorted:
     """Returns every video in its bucket, in order; caches measured sizes in `notes`."""
@@ -196,7 +196,7 @@ def sort_videos(
 class Measured:
     """Sizes of videos, each measured once and cached in a file of JSON lines."""
 
-    def __init__(self, notes: Path):
+    def __init__(self, notes: FilePath):
         self._notes = notes
         self._known = {_key(line): line["size"] for line in read_json_lines(notes)}
 
