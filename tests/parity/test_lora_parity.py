@@ -9,6 +9,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel, WanVACETransformer3DModel
 from flax import nnx
 
+from maxdiffusion import WanPipeline as OurPipeline
 from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
 from maxdiffusion.checkpoints.lora import Fused, LoraTargets, fuse, read_lora
 from maxdiffusion.checkpoints.safetensors_io import FileReader, open_weights, whole
@@ -19,11 +20,16 @@ from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.models.wan.original import original_module
 from tests.oracle.arrays import normal
 from tests.oracle.lora_files import LOADED_BY_DIFFUSERS, write_lora
+from tests.oracle.pipeline import load_pipeline
 from tests.oracle.tiny_checkpoints import (
+    TextSize,
     TransformerSize,
     draw_parameters,
     make_scheduler,
     make_transformer,
+    wan21_t2v,
+    wan22_t2v,
+    write_checkpoint,
 )
 from tests.parity.loaded import channels_last
 from tests.parity.test_transformer_parity import run_ours
@@ -156,3 +162,64 @@ def test_merged_weights_of_the_family(tmp_path, member, dialect):
             for patch in patched.patches.get(name, ()):
                 values = patch.apply(values, whole(tensor.shape), reader)
             np.testing.assert_allclose(values, wanted, atol=2e-6, err_msg=name)
+
+
+RUN = {
+    "prompt": "a small robot walks",
+    "negative_prompt": "static",
+    "height": 16,
+    "width": 32,
+    "num_frames": 1,
+    "num_inference_steps": 4,
+    "guidance_scale": 3.0,
+}
+
+
+@pytest.mark.slow
+def test_whole_runs_with_an_adapter_for_each_expert(tmp_path):
+    tiny = wan22_t2v(seed=9, transformer=SIZE, text=TextSize(width=TEXT_WIDTH, layers=1))
+    folder = write_checkpoint(tmp_path / "model", tiny)
+    theirs, ours = load_pipeline(folder), OurPipeline.from_pretrained(folder)
+    high, low = tmp_path / "high.safetensors", tmp_path / "low.safetensors"
+    write_lora(high, shapes_of(theirs.transformer), "lightx2v", seed=1)
+    write_lora(low, shapes_of(theirs.transformer_2), "musubi", seed=2)
+    start = normal(3, 1, 16, 1, 2, 4)
+
+    def latents(pipeline, noise):
+        found = pipeline(**RUN, latents=noise, output_type="latent").frames
+        return np.asarray(found)
+
+    def differ(case):
+        wanted, found = latents(theirs, start), latents(ours, start.numpy())
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4, err_msg=case)
+        return found
+
+    base = differ("without adapters")
+    for pipeline in (theirs, ours):
+        pipeline.load_lora_weights(high, adapter_name="high")
+        pipeline.load_lora_weights(low, adapter_name="low", load_into_transformer_2=True)
+    assert abs(differ("as loaded") - base).max() > 0.05
+    for pipeline in (theirs, ours):
+        pipeline.set_adapters(["high", "low"], [0.8, 0.3])
+    strong = differ("at strengths")
+    for pipeline in (theirs, ours):
+        pipeline.fuse_lora(components=["transformer", "transformer_2"])
+        pipeline.unload_lora_weights()
+    np.testing.assert_array_equal(differ("fused and unloaded"), strong)
+
+
+def test_unloading_gives_back_the_very_latents(tmp_path):
+    folder = write_checkpoint(
+        tmp_path / "model", wan21_t2v(seed=4, transformer=SIZE, text=TextSize(layers=1))
+    )
+    ours = OurPipeline.from_pretrained(folder)
+    start = normal(3, 1, 16, 1, 2, 4).numpy()
+    weights = load_pipeline(folder).transformer
+    write_lora(tmp_path / "lora.safetensors", shapes_of(weights), "diffsynth")
+    run = lambda: ours(**RUN, latents=start, output_type="latent").frames  # noqa: E731
+    base, programs = run(), len(ours._programs)
+    ours.load_lora_weights(tmp_path / "lora.safetensors")
+    assert abs(run() - base).max() > 0.05
+    ours.unload_lora_weights()
+    np.testing.assert_array_equal(run(), base)
+    assert len(ours._programs) == programs  # nothing was compiled for it
