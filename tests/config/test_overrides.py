@@ -36,8 +36,13 @@ def test_null_empties_a_table(path):
 
 
 def test_entry_of_a_free_table(path):
-    config = load_config([path, "lora_config.rank=[64]", "lora_config.adapter=mine"])
-    assert config.compat["lora_config"] == {"rank": (64,), "adapter": "mine"}
+    config = load_config([path, "timestep_bias.times=[64]", "timestep_bias.strategy=later"])
+    assert config.compat["timestep_bias"] == {"times": (64,), "strategy": "later"}
+
+
+def test_entries_of_lora_config(path):
+    config = load_config([path, "lora_config.scale=[1, 0.5]", 'lora_config.weight_name=["a","b"]'])
+    assert config.lora_config == {"scale": (1, 0.5), "weight_name": ("a", "b")}
 
 
 def test_lists_booleans_and_null(path):

@@ -209,7 +209,6 @@ REFUSED = {
     "use_magcache": "true",
     "use_cfg_cache": "true",
     "use_sen_cache": "true",
-    "enable_lora": "true",
     "quantization": "int8",
     "use_qwix_quantization": "true",
     "revision": "v2",
@@ -246,7 +245,7 @@ def test_everything_at_once(path, tmp_path):
         "attention=nonsense",
         "ici_context_parallelism=3",
         "per_device_batch_size=0.01",
-        "enable_lora=true",
+        "use_magcache=true",
         f"prompts_file={tmp_path / 'gone.txt'}",
         "weights_dtype=int4",
     ]
@@ -258,7 +257,7 @@ def test_everything_at_once(path, tmp_path):
         "num_frames",
         "weights_dtype",
         "pretrained_model_name_or_path",
-        "enable_lora",
+        "use_magcache",
         "attention",
         "prompts_file",
         "per_device_batch_size",
@@ -268,15 +267,15 @@ def test_everything_at_once(path, tmp_path):
 
 def test_problems_of_model_mesh_and_attention_come_together(path):
     spec = open_wan_folder("embedded")[1]
-    arguments = ("model_name=wan2.1", "attention=cudnn_flash_te", "height=72", "enable_lora=true")
+    arguments = ("model_name=wan2.1", "attention=cudnn_flash_te", "height=72", "use_magcache=true")
     parsed = read_config([path, *arguments, "output_name=a.gif", "vae_spatial=3"])
     with pytest.raises(ProblemsFound) as caught:
         plan_job(parsed, spec, jax.devices())
     names = [problem.name for problem in caught.value.problems]
     assert len(names) == len(set(names))  # a problem that two checks meet is said once
-    assert {"height", "enable_lora", "vae_spatial", "output_name", "model_name"} <= set(names)
-    parsed = read_config([path, "attention=cudnn_flash_te", "enable_lora=true"])
-    with pytest.raises(ProblemsFound, match=r"(?s)enable_lora.*NVIDIA GPUs only"):
+    assert {"height", "use_magcache", "vae_spatial", "output_name", "model_name"} <= set(names)
+    parsed = read_config([path, "attention=cudnn_flash_te", "use_magcache=true"])
+    with pytest.raises(ProblemsFound, match=r"(?s)use_magcache.*NVIDIA GPUs only"):
         plan_job(parsed, spec, jax.devices())
 
 

@@ -88,7 +88,7 @@ def write_lora(file: Path, shapes: Shapes, dialect: str, *, seed: int = 0, rank:
     made = _Made(shapes, SPELLINGS[dialect], np.random.default_rng(seed), rank)
     made.pairs()
     made.differences()
-    settings = {f"transformer.{key}": value for key, value in made.dialect.settings.items()}
+    settings = {f"transformer.{key}": value for key, value in made.settings().items()}
     header = {"lora_adapter_metadata": json.dumps(settings), "format": "pt"} if settings else None
     file.parent.mkdir(parents=True, exist_ok=True)
     save_file(made.tensors, file, metadata=header)
@@ -104,6 +104,14 @@ class _Made:
         self.shapes, self.dialect, self.rng, self.rank = shapes, dialect, rng, rank
         self.tensors: dict[str, np.ndarray] = {}
         self.deltas: Deltas = {}
+
+    def settings(self) -> dict[str, object]:
+        """Returns PEFT's settings as diffusers writes them to the header; none without an alpha."""
+        if not self.dialect.settings:
+            return {}
+        rest = {"rank_pattern": {}, "alpha_pattern": {}, "lora_bias": False}
+        modules = [name.removesuffix(".weight") for name in self.deltas]
+        return {**self.dialect.settings, "target_modules": modules, **rest}
 
     def pairs(self) -> None:
         linear = [n[:-7] for n, s in self.shapes.items() if n.endswith(".weight") and len(s) == 2]

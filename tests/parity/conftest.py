@@ -5,7 +5,9 @@ import os
 
 import pytest
 
-MISSING = [name for name in ("torch", "accelerate") if importlib.util.find_spec(name) is None]
+MISSING = [
+    name for name in ("torch", "accelerate", "peft") if importlib.util.find_spec(name) is None
+]
 collect_ignore_glob = ["test_*.py"] if MISSING else []
 
 if MISSING and os.environ.get("MAXDIFFUSION_REQUIRE_PARITY") == "1":

@@ -204,14 +204,7 @@ ROWS = (
     ignored("mag_ratios_base", (), "MagCache: calibrated ratios.", kind=ListOf(Number())),
     ignored("mag_ratios_base_720p", (), "MagCache: ratios for 720p.", kind=ListOf(Number())),
     ignored("mag_ratios_base_480p", (), "MagCache: ratios for 480p.", kind=ListOf(Number())),
-    # Adapters and quantization
-    refused(
-        "enable_lora",
-        False,
-        "Merge LoRA weights after loading.",
-        way_out="Merge them into a diffusers folder first and give that folder",
-    ),
-    ignored("lora_config", EMPTY, "LoRA files and their scales."),
+    # Quantization
     refused(
         "quantization",
         "",

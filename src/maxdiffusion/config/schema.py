@@ -64,6 +64,24 @@ BLOCK_SIZES = Table[int](
     }
 )
 
+TEXTS = ListOf(Text())
+NUMBERS = ListOf(Number())
+LORA_CONFIG = Table[object](
+    {
+        "lora_model_name_or_path": TEXTS,
+        "weight_name": TEXTS,
+        "high_noise_weight_name": TEXTS,
+        "low_noise_weight_name": TEXTS,
+        "adapter_name": TEXTS,
+        "scale": NUMBERS,
+        "high_noise_scale": NUMBERS,
+        "low_noise_scale": NUMBERS,
+        # Of public files; the tensors say both.
+        "rank": ListOf(Integer()),
+        "from_pt": ListOf(Boolean()),
+    }
+)
+NO_LORA: FrozenDict[object] = FrozenDict()
 NO_BLOCK_SIZES: FrozenDict[int] = FrozenDict()
 
 PROMPT = (
@@ -117,6 +135,19 @@ class ModelFields:
     wan_transformer_2_pretrained_model_name_or_path: str = setting(
         "",
         "The same for the low-noise expert, where the key above does not name a folder with both.",
+    )
+    enable_lora: bool = setting(
+        False, "Fuse the LoRA files of lora_config into the transformers while they load."
+    )
+    lora_config: FrozenDict[object] = setting(
+        NO_LORA,
+        "LoRA files, one entry per file in each list: lora_model_name_or_path (file, folder or hub "
+        "id), weight_name or high_noise_weight_name and low_noise_weight_name, scale or "
+        "high_noise_scale and low_noise_scale, adapter_name (docs/lora.md).",
+        LORA_CONFIG,
+    )
+    lora_strict: bool = setting(
+        True, "Refuse a LoRA file with tensors that the model has no place for; false lists them."
     )
     pretrained_orbax_dir: str = setting(
         "", "Folder of converted weights for faster loads; the first run fills it."

@@ -231,6 +231,7 @@ def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings)
         tokenizer=tokenizer,
         prompt_cache=prompts,
         attention=job.plans,
+        folder=folder,
     )
 
 
@@ -248,6 +249,7 @@ def pipeline_from_config(
         parameters=loaded.parameters,
         tokenizer=PromptTokenizer.load(folder.root / "tokenizer"),
         attention=job.plans,
+        folder=folder,
     )
 
 

@@ -164,7 +164,12 @@ def open_model(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> tuple[Mod
             check_without_model(config, **counts(devices))
         problems.raise_if_any()
     with problems:
-        return open_wan_folder(location, transformer_files(config))
+        folder, spec = open_wan_folder(location, transformer_files(config))
+        if config.enable_lora:
+            from maxdiffusion.generation.lora import fuse_lora_files  # for `enable_lora` alone
+
+            folder = fuse_lora_files(config, folder, spec)
+        return folder, spec
     with problems:
         check_without_model(config, **counts(devices))
     raise ProblemsFound(problems.problems)

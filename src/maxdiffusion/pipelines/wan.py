@@ -7,9 +7,9 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 """
 
 import copy
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self, final
 
@@ -28,6 +28,7 @@ from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.pipelines.adapters import LoraAdapters, LoraMethods
 from maxdiffusion.pipelines.programs import (
     FixedMEligibleHeads,
     FrameFormat,
@@ -145,8 +146,11 @@ class WanOutput:
     frames: np.ndarray
 
 
-class VideoPipeline(ABC):
-    """A loaded WAN model on a mesh; a subclass takes the arguments of one task."""
+class VideoPipeline(LoraMethods):
+    """A loaded WAN model on a mesh; a subclass takes the arguments of one task.
+
+    `folder` is the source of the weights; a pipeline without one takes no LoRA adapters.
+    """
 
     def __init__(
         self,
@@ -156,9 +160,12 @@ class VideoPipeline(ABC):
         tokenizer: PromptTokenizer,
         prompt_cache: RowCache | None = None,
         attention: Mapping[ProgramShape, BlockAttention] | None = None,
+        folder: ModelFolder | None = None,
     ):
         self.builder = builder
         self.parameters = parameters
+        self._folder = folder
+        self._lora: LoraAdapters | None = None
         self._prompts = PromptEncoder(
             tokenizer=tokenizer,
             programs=TextPrograms(builder.models.text_encoder.graph, builder.mesh, builder.compile),
@@ -200,7 +207,9 @@ class VideoPipeline(ABC):
         )
         tokenizer = PromptTokenizer.load(opened.root / "tokenizer")
         loaded = load_wan_parameters(opened, builder, progress=progress)
-        return cls(builder=builder, parameters=loaded.parameters, tokenizer=tokenizer)
+        return cls(
+            builder=builder, parameters=loaded.parameters, tokenizer=tokenizer, folder=opened
+        )
 
     @classmethod
     def from_config(cls, config: object, **overrides: object) -> Self:
@@ -218,8 +227,36 @@ class VideoPipeline(ABC):
         """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
         other = copy.copy(self)
         other.parameters = parameters
+        other._folder = other._lora = None  # these weights are not those of the files
         other._prompts = self._prompts.with_weights(parameters.text_encoder)
         return other
+
+    @property
+    def lora(self) -> LoraAdapters:
+        if self._lora is None:
+            if self._folder is None:
+                raise ValueError(
+                    "this pipeline has no files to read its transformers from, so that it takes no "
+                    "LoRA. Make it with from_pretrained or from_config."
+                )
+            sources = component_sources(self._folder, self.builder)
+            experts = {name: sources[name] for name in self.builder.spec.experts}
+            self._lora = LoraAdapters(experts, self.builder.mesh)
+        return self._lora
+
+    def apply_adapters(self) -> None:
+        """Reads the transformers again whose adapters changed since they were read."""
+        if self._lora is None:
+            return
+        held, experts = self.parameters.transformers, self.builder.spec.experts
+        stale = [name for name in experts if name in self._lora.stale() or name not in held]
+        if stale:
+            # Frees the old weights first: both do not fit.
+            held = {name: state for name, state in held.items() if name not in stale}
+            self.parameters = replace(self.parameters, transformers=held)
+            held = {**held, **self._lora.stream(stale)}
+            ordered = {name: held[name] for name in experts}
+            self.parameters = replace(self.parameters, transformers=ordered)
 
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> WanOutput:
@@ -282,6 +319,7 @@ class VideoPipeline(ABC):
 
     def condition(self, request: Request) -> Experts:
         """Returns the experts with everything that they are conditioned on, once it is computed."""
+        self.apply_adapters()
         shape = self.shape(request)
         with self._precision():
             rows = self._prompts.encode(texts_of(request), shape.text_length)

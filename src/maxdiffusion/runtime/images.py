@@ -28,7 +28,7 @@ from jaxtyping import Float32, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.runtime.files import as_path, local_copy
+from maxdiffusion.runtime.files import FilePath, as_path, local_copy
 
 # Of any size: a function that resizes takes one and returns another.
 InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
@@ -115,7 +115,7 @@ def is_address(text: str) -> bool:
     return text.lower().startswith(("http://", "https://"))
 
 
-def _existing(name: str, text: str) -> Path:
+def _existing(name: str, text: str) -> FilePath:
     if not text:
         raise _problem(name, text, "must be the path or address of a file")
     path = as_path(text)

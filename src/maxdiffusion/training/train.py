@@ -129,6 +129,10 @@ def check_export_target(config: Config) -> None:
 def resolve_job(config: Config) -> TrainingJob:
     """Returns the job: attention planned for every bucket, clips encoded."""
     folder, spec = open_wan_folder(config.pretrained_model_name_or_path, transformer_files(config))
+    if config.enable_lora:
+        from maxdiffusion.generation.lora import fuse_lora_files  # for `enable_lora` alone
+
+        folder = fuse_lora_files(config, folder, spec)
     if is_multiprocess():
         assert_equal_across_processes("inputs", component_digests(folder))
     check_export_room(config, folder)
