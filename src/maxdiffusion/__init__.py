@@ -4,10 +4,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from maxdiffusion.pipelines.image_to_video import WanImageToVideoPipeline
+    from maxdiffusion.pipelines.vace import WanVACEPipeline
+    from maxdiffusion.pipelines.video_to_video import WanVideoToVideoPipeline
     from maxdiffusion.pipelines.wan import WanPipeline
 
 
-__all__ = ["WanImageToVideoPipeline", "WanPipeline", "__version__"]
+__all__ = [
+    "WanImageToVideoPipeline",
+    "WanPipeline",
+    "WanVACEPipeline",
+    "WanVideoToVideoPipeline",
+    "__version__",
+]
 __version__ = "0.1.0"
 
 

@@ -73,8 +73,8 @@ def test_parts_of_different_models_are_refused(folder):
 
 
 def test_all_problems_come_at_once(folder):
-    change(folder / "model_index.json", expand_timesteps=True)
-    change(folder / "vae" / "config.json", is_residual=True)
+    change(folder / "model_index.json", boundary_ratio=2)
+    change(folder / "vae" / "config.json", attn_scales=[1.0])
     change(folder / "text_encoder" / "config.json", feed_forward_proj="relu")
     report = problems_of(folder)
-    assert all(word in report for word in ("expand_timesteps", "is_residual", "feed_forward_proj"))
+    assert all(word in report for word in ("boundary_ratio", "attn_scales", "feed_forward_proj"))

@@ -115,13 +115,15 @@ class Expert:
 class Experts:
     """The high-noise expert above the boundary and the low-noise one below, or one for both.
 
-    Both see the same conditioning.
+    Both see the same conditioning. `source` are the latents of videos that the first noise is mixed
+    into; None to start from noise.
     """
 
     high_noise: Expert
     low_noise: Expert
     boundary: float
     conditioning: Conditioning
+    source: Float[np.ndarray, "B F Y X C"] | None = None
 
     def expert_at(self, timestep: float) -> Expert:
         """Returns the expert of a timestep; the boundary itself belongs to high noise."""

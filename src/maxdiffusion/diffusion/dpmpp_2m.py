@@ -53,11 +53,15 @@ class DpmPlusPlus2M(Sampler):
     """Samples a flow model with the midpoint rule over two data predictions."""
 
     @functools.cached_property
-    def _levels(self) -> Schedule:
+    def _all_levels(self) -> Schedule:
         if self.custom_sigmas is not None:
             return short_of_noise(shifted(np.asarray(self.custom_sigmas), self.shift))
         data = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)
         return shifted(1.0 - data, self.shift)[:0:-1]
+
+    @functools.cached_property
+    def _levels(self) -> Schedule:
+        return self._all_levels[self.first_step :]
 
     @functools.cached_property
     def timesteps(self) -> Schedule:

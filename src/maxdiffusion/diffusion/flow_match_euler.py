@@ -38,11 +38,12 @@ def flow_match_sigmas(sampler: Sampler) -> Schedule:
     count, shift = sampler.train_timesteps, float(sampler.shift)
     if sampler.custom_sigmas is not None:
         levels = shifted(np.asarray(sampler.custom_sigmas, np.float32), shift)
-        return np.append(levels, np.float32(0)).astype(np.float32)
+        return np.append(levels, np.float32(0)).astype(np.float32)[sampler.first_step :]
     ends = np.array([count, 1], np.float32) / np.float32(count)
     highest, lowest = shifted(ends, shift).astype(np.float64)
     even = np.linspace(highest * count, lowest * count, sampler.steps)
-    return np.append(shifted(even / count, shift), 0).astype(np.float32)
+    levels = shifted(even / count, shift)
+    return np.append(levels, 0).astype(np.float32)[sampler.first_step :]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,13 +38,14 @@ class Sampler(ABC):
 
     A state is a pytree with the latents so far (`state.sample`) and whatever the sampler needs of
     earlier steps. `custom_sigmas` are noise levels before the shift, one per step, that replace
-    those of the sampler.
+    those of the sampler. A sampler that starts late leaves out the steps before `first_step`.
     """
 
     steps: int
     shift: float
     train_timesteps: int = 1000
     custom_sigmas: tuple[float, ...] | None = None
+    first_step: int = 0
 
     def __post_init__(self) -> None:
         check_schedule(steps=self.steps, shift=self.shift, train_timesteps=self.train_timesteps)
@@ -55,12 +56,12 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def timesteps(self) -> Schedule:
-        """The timestep that the model gets at every step, [steps]."""
+        """The timestep that the model gets at every step that runs."""
 
     @property
     @abstractmethod
     def sigmas(self) -> Schedule:
-        """The share of noise before every step and after the last, float32 [steps + 1]."""
+        """The share of noise before every step that runs, and after the last; float32."""
 
     @property
     @abstractmethod

@@ -77,7 +77,7 @@ class UniPC(Sampler):
     def _levels(self) -> Schedule:
         even = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)[:-1]
         before = even if self.custom_sigmas is None else np.asarray(self.custom_sigmas)
-        return short_of_noise(shifted(before, self.shift))
+        return short_of_noise(shifted(before, self.shift))[self.first_step :]
 
     @functools.cached_property
     def timesteps(self) -> Schedule:

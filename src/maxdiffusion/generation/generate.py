@@ -312,7 +312,7 @@ def request_of(job: ResolvedJob, group: Group) -> Request:
         prompts=tuple(video.prompt for video in full),
         negative_prompts=(config.negative_prompt,) * len(full),
         video=video_shape_of(config, line),
-        sampler=sampler(config, job.builder.spec),
+        sampler=task.sampler(sampler(config, job.builder.spec)),
         scales=job.workload.guidance,
         boundary_ratio=config.boundary_ratio if len(job.builder.spec.experts) == 2 else None,
         seeds=tuple(video.seed for video in full),

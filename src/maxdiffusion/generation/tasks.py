@@ -4,6 +4,8 @@
     text-to-video         nothing                        TextToVideo
     image-to-video        image, last_image              ImageToVideo
     TI2V-5B               nothing or image               TextToVideo, FirstFrame
+    text-to-video         video                          VideoToVideo
+    VACE                  video, mask, references        ControlToVideo
 
 Inputs are opened and checked here, before weights are read. A plain text-to-video job loads
 nothing of what images and videos need.
@@ -40,8 +42,14 @@ class LineTasks:
 
     @property
     def takes_inputs(self) -> bool:
-        """True if the model can be conditioned on an image or a video."""
-        return self.spec.image_channels or self.spec.time_per_token
+        """True if the model is conditioned on images or videos, in some of its tasks at least."""
+        spec = self.spec
+        return (
+            spec.image_channels
+            or spec.time_per_token
+            or bool(spec.transformer.control_layers)
+            or bool(self.config.video_path)
+        )
 
     def check(self, lines: Sequence[VideoRequestLine]) -> tuple[str, ...]:
         """Opens the inputs of all lines and returns notes for the plan; raises every problem."""
@@ -63,18 +71,24 @@ class LineTasks:
 
     def task(self, line: VideoRequestLine) -> Task:
         """Returns the task of a line; raises if the model cannot do it."""
+        config, fit = self.config, cast("ImageFit", self.config.image_fit)
+        if self.spec.transformer.control_layers:
+            from maxdiffusion.pipelines.vace import control_task
+
+            references = line.reference_images or config.reference_images
+            return control_task(
+                self.spec, config.conditioning_scale, references=len(references), fit=fit
+            )
+        if line.video or config.video_path:
+            from maxdiffusion.pipelines.video_to_video import VideoToVideo
+
+            return VideoToVideo(strength=config.strength, fit=fit)
+        if not (line.image or config.image_url):
+            return TEXT
         from maxdiffusion.pipelines.image_to_video import image_task
 
-        image, last = (
-            bool(given or stated)
-            for given, stated in (
-                (line.image, self.config.image_url),
-                (line.last_image, self.config.last_image_path),
-            )
-        )
-        if not image:
-            return TEXT
-        return image_task(self.spec, last=last, fit=cast("ImageFit", self.config.image_fit))
+        last = bool(line.last_image or config.last_image_path)
+        return image_task(self.spec, last=last, fit=fit)
 
     def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
         """Returns the sizes that the programs of a line are compiled for."""
@@ -97,6 +111,10 @@ class LineTasks:
     def _rules(self) -> "InputRules":
         from maxdiffusion.generation import inputs
 
+        if self.spec.transformer.control_layers:
+            return inputs.VACE
+        if self.config.video_path and not self.spec.image_channels:
+            return inputs.VIDEO_TO_VIDEO
         if self.spec.time_per_token:
             return inputs.TEXT_OR_IMAGE_TO_VIDEO
         if not self.spec.image_channels:

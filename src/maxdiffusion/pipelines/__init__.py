@@ -6,6 +6,8 @@ from typing import Any
 MODULES = {
     "WanPipeline": "wan",
     "WanImageToVideoPipeline": "image_to_video",
+    "WanVACEPipeline": "vace",
+    "WanVideoToVideoPipeline": "video_to_video",
 }
 """The module of each pipeline; adding a pipeline is one file and one row."""
 

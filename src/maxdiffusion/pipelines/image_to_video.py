@@ -11,15 +11,144 @@ diffusers fails inside the model for the refused cases, or ignores the last imag
 """
 
 from collections.abc import Sequence
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, ClassVar, final
+
+import numpy as np
+from jaxtyping import Float
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
+from maxdiffusion.models.vae import WanVaeConfig
+from maxdiffusion.models.wan import Conditioning
+from maxdiffusion.pipelines.preprocess.images import (
+    ClipPreprocessor,
+    ImageFit,
+    clip_pixels,
+    first_frame_mask,
+    fit_pixels,
+    image_condition_video,
+)
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import FirstFrame, ImageToVideo, Task, VisualInputs
+from maxdiffusion.pipelines.tasks import (
+    MASK_CHANNELS,
+    Conditions,
+    Encoders,
+    LatentShape,
+    Task,
+    VisualInputs,
+    shape_of,
+)
 from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput
-from maxdiffusion.runtime.images import ImageSource, load_image
+from maxdiffusion.runtime.images import ImageSource, InputImage, load_image
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageToVideo(Task):
+    """The first image, and the last one if `last`, as channels of the transformer's input.
+
+    Channels are the mask of given frames, then the encoded video of given frames and mid grey.
+    With `clip`, the blocks also attend to `clip_tokens` of each image.
+    """
+
+    last: bool = False
+    fit: ImageFit = "stretch"
+    clip: ClipPreprocessor | None = None
+    clip_tokens: int = 0
+
+    pipeline: ClassVar[str] = "WanImageToVideoPipeline"
+
+    @property
+    def title(self) -> str:
+        return "first and last image to video" if self.last else "image to video"
+
+    @property
+    def image_tokens(self) -> int:
+        return self.clip_tokens * self.images
+
+    @property
+    def images(self) -> int:
+        return 0 if self.clip is None else 1 + self.last
+
+    def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
+        return (vae.video_frames(latent.frames),)
+
+    def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
+        *video, channels = latent.dims
+        size = (videos, *video, MASK_CHANNELS + channels)
+        return Conditioning(channels=shape_of(size))
+
+    def condition(
+        self,
+        inputs: Sequence[VisualInputs],
+        latent: LatentShape,
+        vae: WanVaeConfig,
+        encoders: Encoders,
+    ) -> Conditions:
+        channels: Any = np.stack([self._channels(one, latent, vae, encoders) for one in inputs])
+        tokens = [self._tokens(one, encoders) for one in inputs] if self.clip else None
+        return Conditions(
+            conditioning=Conditioning(channels=channels),
+            image_tokens=None if tokens is None else np.stack(tokens),
+        )
+
+    def _channels(
+        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
+    ) -> np.ndarray:
+        assert one.image is not None
+        first = fitted(one.image, latent, vae, self.fit)
+        last = None if one.last_image is None else fitted(one.last_image, latent, vae, self.fit)
+        video = image_condition_video(first, last, vae.video_frames(latent.frames))
+        mask = first_frame_mask(latent.frames, latent.rows, latent.columns, last=self.last)
+        return np.concatenate([mask, encoders.video(video)], axis=-1)
+
+    def _tokens(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
+        images = [image for image in (one.image, one.last_image) if image is not None]
+        pixels = np.stack([clip_pixels(image, self.clip) for image in images])
+        tokens = encoders.image(pixels)
+        return tokens.reshape(-1, tokens.shape[-1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstFrame(Task):
+    """The first latent frame is the encoded image; it has no noise and time 0."""
+
+    fit: ImageFit = "stretch"
+
+    pipeline: ClassVar[str] = "WanImageToVideoPipeline"
+
+    @property
+    def title(self) -> str:
+        return "image to video, first frame known"
+
+    def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
+        del latent, vae
+        return (1,)
+
+    def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
+        return Conditioning(known=shape_of((videos, *latent.with_frames(1).dims)))
+
+    def condition(
+        self,
+        inputs: Sequence[VisualInputs],
+        latent: LatentShape,
+        vae: WanVaeConfig,
+        encoders: Encoders,
+    ) -> Conditions:
+        images = [one.image for one in inputs if one.image is not None]
+        assert len(images) == len(inputs)
+        known: Any = np.stack(
+            [encoders.video(fitted(one, latent, vae, self.fit)[None]) for one in images]
+        )
+        return Conditions(conditioning=Conditioning(known=known))
+
+
+def fitted(
+    image: InputImage, latent: LatentShape, vae: WanVaeConfig, fit: ImageFit
+) -> Float[np.ndarray, "Y X 3"]:
+    """Returns the pixels of an image at the size of the video, in -1..1."""
+    factor = vae.spatial_factor
+    return fit_pixels(image, height=latent.rows * factor, width=latent.columns * factor, fit=fit)
 
 
 @final

@@ -86,9 +86,9 @@ def latent_shape(
 class Request:
     """A batch of videos, one per prompt: their prompts, size, sampler and guidance.
 
-    The videos start from the noise of their `seeds`, or from `latents`; samplers that draw noise at
-    every step draw it from the seeds. `inputs` are the visual conditions of the `task`, one value
-    per video.
+    The videos start from the noise of their `seeds`, from `noise` in its place, or from `latents`;
+    samplers that draw noise at every step draw it from the seeds. `inputs` are the visual
+    conditions of the `task`, one value per video.
     """
 
     prompts: tuple[str, ...]
@@ -99,6 +99,7 @@ class Request:
     boundary_ratio: float | None
     seeds: tuple[int, ...] = ()
     latents: Float[np.ndarray, "B F Y X C"] | None = None
+    noise: Float[np.ndarray, "B F Y X C"] | None = None
     task: Task = field(default_factory=TextToVideo)
     inputs: tuple[VisualInputs, ...] = ()
 
@@ -156,6 +157,7 @@ def request_from_arguments(
     flow_shift: float | None = None,
     boundary_ratio: float | None = None,
     sigmas: Sequence[float] | None = None,
+    noise: Any = None,
     task: Task | None = None,
     inputs: Sequence[VisualInputs] = (),
 ) -> Request:
@@ -188,11 +190,14 @@ def request_from_arguments(
         prompts=tuple(prompts),
         negative_prompts=tuple(_negatives(negative_prompt, prompts, num_videos_per_prompt)),
         video=video,
-        sampler=from_scheduler_config(spec.scheduler, steps, flow_shift, sigmas=sigmas),
+        sampler=task.sampler(
+            from_scheduler_config(spec.scheduler, steps, flow_shift, sigmas=sigmas)
+        ),
         scales=scales,
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
         seeds=seeds,
-        latents=None if latents is None else _channels_last(latents, len(prompts), shape),
+        latents=_channels_last("latents", latents, len(prompts), shape),
+        noise=_channels_last("noise", noise, len(prompts), shape),
         task=task,
         inputs=_for_videos(inputs, len(texts), num_videos_per_prompt),
     )
@@ -232,17 +237,19 @@ def _negatives(
     return [text for text in texts for _ in range(per_prompt)]
 
 
-def _channels_last(latents: Any, videos: int, shape: LatentShape) -> np.ndarray:
+def _channels_last(name: str, latents: Any, videos: int, shape: LatentShape) -> np.ndarray | None:
+    if latents is None:
+        return None
     array = np.asarray(latents, np.float32)
     expected = (videos, shape.channels, shape.frames, shape.rows, shape.columns)
     if array.shape != expected:
         raise ProblemsFound(
             [
                 Problem(
-                    name="latents.shape",
+                    name=f"{name}.shape",
                     value=array.shape,
                     rule=f"must be [batch, channels, frames, rows, columns] = {expected}",
-                    remedy="Check num_frames, height and width, or leave latents out",
+                    remedy=f"Check num_frames, height and width, or leave {name} out",
                 )
             ]
         )

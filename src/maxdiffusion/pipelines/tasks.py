@@ -1,8 +1,10 @@
 """Tasks: the visual conditions that a pipeline takes, and the conditioning made from them.
 
     TextToVideo      none
-    ImageToVideo     first (and last) image as extra channels; CLIP tokens for WAN 2.1
-    FirstFrame       the first latent frame is known (WAN 2.2 TI2V-5B)
+    ImageToVideo     first (and last) image as extra channels (`image_to_video.py`)
+    FirstFrame       the first latent frame is known (`image_to_video.py`)
+    VideoToVideo     starts from a noised video (`video_to_video.py`)
+    ControlToVideo   control video, mask and reference images (`vace.py`)
 
 A task is a value that programs are compiled for: it states the shapes of its conditioning. The
 denoising loop, its programs and the commands are the same for all; a new task is one subclass.
@@ -12,19 +14,17 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from maxdiffusion.diffusion import Sampler
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
-
-if TYPE_CHECKING:
-    from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
-    from maxdiffusion.runtime.images import InputFrames, InputImage
+from maxdiffusion.runtime.images import InputFrames, InputImage
 
 MASK_CHANNELS = 4
 
@@ -63,15 +63,15 @@ class VisualInputs:
     `notes` are lines for the start-up plan, about inputs that do not fit as they are.
     """
 
-    image: "InputImage | None" = None
-    last_image: "InputImage | None" = None
-    video: "InputFrames | None" = None
-    mask: "InputFrames | None" = None
-    reference_images: "tuple[InputImage, ...]" = ()
-    pose_video: "InputFrames | None" = None
-    face_video: "InputFrames | None" = None
-    background_video: "InputFrames | None" = None
-    mask_video: "InputFrames | None" = None
+    image: InputImage | None = None
+    last_image: InputImage | None = None
+    video: InputFrames | None = None
+    mask: InputFrames | None = None
+    reference_images: tuple[InputImage, ...] = ()
+    pose_video: InputFrames | None = None
+    face_video: InputFrames | None = None
+    background_video: InputFrames | None = None
+    mask_video: InputFrames | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -99,10 +99,15 @@ class Encoders:
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """The conditioning of a batch, and the image tokens that its blocks attend to."""
+    """The conditioning of a batch, and the image tokens that its blocks attend to.
+
+    `source` are the latents of videos that noise is mixed into, for tasks that do not start from
+    noise alone.
+    """
 
     conditioning: Conditioning
     image_tokens: np.ndarray | None = None
+    source: np.ndarray | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +138,10 @@ class Task(ABC):
     def extra_frames(self) -> int:
         """Latent frames in front that are denoised and not decoded."""
         return 0
+
+    def sampler(self, sampler: Sampler) -> Sampler:
+        """Returns the sampler of the task, given that of a run from noise."""
+        return sampler
 
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
         """Returns the lengths of the videos that the VAE encodes, in frames."""
@@ -170,117 +179,6 @@ class TextToVideo(Task):
         return Conditions(conditioning=Conditioning())
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageToVideo(Task):
-    """The first image, and the last one if `last`, as channels of the transformer's input.
-
-    Channels are the mask of given frames, then the encoded video of given frames and mid grey.
-    With `clip`, the blocks also attend to `clip_tokens` of each image.
-    """
-
-    last: bool = False
-    fit: "ImageFit" = "stretch"
-    clip: "ClipPreprocessor | None" = None
-    clip_tokens: int = 0
-
-    pipeline: ClassVar[str] = "WanImageToVideoPipeline"
-
-    @property
-    def title(self) -> str:
-        return "first and last image to video" if self.last else "image to video"
-
-    @property
-    def image_tokens(self) -> int:
-        return self.clip_tokens * self.images
-
-    @property
-    def images(self) -> int:
-        return 0 if self.clip is None else 1 + self.last
-
-    def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
-        return (vae.video_frames(latent.frames),)
-
-    def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
-        *video, channels = latent.dims
-        size = (videos, *video, MASK_CHANNELS + channels)
-        return Conditioning(channels=_shape(size))
-
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        channels = [self._channels(one, latent, vae, encoders) for one in inputs]
-        tokens = [self._tokens(one, encoders) for one in inputs] if self.clip else None
-        return Conditions(
-            conditioning=Conditioning(channels=np.stack(channels)),
-            image_tokens=None if tokens is None else np.stack(tokens),
-        )
-
-    def _channels(
-        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
-    ) -> np.ndarray:
-        from maxdiffusion.pipelines.preprocess.images import first_frame_mask, image_condition_video
-
-        assert one.image is not None
-        first = fitted(one.image, latent, vae, self.fit)
-        last = None if one.last_image is None else fitted(one.last_image, latent, vae, self.fit)
-        video = image_condition_video(first, last, vae.video_frames(latent.frames))
-        mask = first_frame_mask(latent.frames, latent.rows, latent.columns, last=self.last)
-        return np.concatenate([mask, encoders.video(video)], axis=-1)
-
-    def _tokens(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
-        from maxdiffusion.pipelines.preprocess.images import clip_pixels
-
-        images = [image for image in (one.image, one.last_image) if image is not None]
-        pixels = np.stack([clip_pixels(image, self.clip) for image in images])
-        tokens = encoders.image(pixels)
-        return tokens.reshape(-1, tokens.shape[-1])
-
-
-@dataclass(frozen=True, kw_only=True)
-class FirstFrame(Task):
-    """The first latent frame is the encoded image; it has no noise and time 0."""
-
-    fit: "ImageFit" = "stretch"
-
-    pipeline: ClassVar[str] = "WanImageToVideoPipeline"
-
-    @property
-    def title(self) -> str:
-        return "image to video, first frame known"
-
-    def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
-        del latent, vae
-        return (1,)
-
-    def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
-        return Conditioning(known=_shape((videos, *latent.with_frames(1).dims)))
-
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        images = [one.image for one in inputs if one.image is not None]
-        assert len(images) == len(inputs)
-        known = [encoders.video(fitted(one, latent, vae, self.fit)[None]) for one in images]
-        return Conditions(conditioning=Conditioning(known=np.stack(known)))
-
-
-def fitted(
-    image: "InputImage", latent: LatentShape, vae: WanVaeConfig, fit: "ImageFit"
-) -> Float[np.ndarray, "Y X 3"]:
-    """Returns the pixels of an image at the size of the video, in -1..1."""
-    from maxdiffusion.pipelines.preprocess.images import fit_pixels
-
-    factor = vae.spatial_factor
-    return fit_pixels(image, height=latent.rows * factor, width=latent.columns * factor, fit=fit)
-
-
-def _shape(size: tuple[int, ...]) -> Any:
+def shape_of(size: tuple[int, ...]) -> Any:
+    """Returns the description of a float32 array, as a part of a conditioning."""
     return jax.ShapeDtypeStruct(size, jnp.float32)

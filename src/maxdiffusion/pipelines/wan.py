@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, TypeVar, final
 
 import jax
 import numpy as np
@@ -131,6 +131,7 @@ def load_wan_parameters(
     return LoadedParameters(parameters=parameters, messages=messages)
 
 
+Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
 OutputType = Literal["np", "latent", "uint8"]
 EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
 
@@ -178,7 +179,7 @@ class VideoPipeline(LoraMethods):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[Pipeline],
         folder: str | Path,
         dtype: str | None = None,
         mesh: Mesh | None = None,
@@ -186,7 +187,7 @@ class VideoPipeline(LoraMethods):
         settings: PipelineSettings | None = None,
         transformers: TransformerFiles | None = None,
         progress: Progress | None = None,
-    ) -> Self:
+    ) -> Pipeline:
         """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
 
         `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
@@ -212,7 +213,7 @@ class VideoPipeline(LoraMethods):
         )
 
     @classmethod
-    def from_config(cls, config: object, **overrides: object) -> Self:
+    def from_config(cls: type[Pipeline], config: object, **overrides: object) -> Pipeline:
         """Loads the pipeline of a config, as `generate_wan` would build it.
 
         `config` is the path of a YAML or Python file, a mapping or an `ml_collections.ConfigDict`;
@@ -223,7 +224,7 @@ class VideoPipeline(LoraMethods):
 
         return pipeline_from_config(cls, config, overrides)
 
-    def with_parameters(self, parameters: WanParameters) -> Self:
+    def with_parameters(self: Pipeline, parameters: WanParameters) -> Pipeline:
         """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
         other = copy.copy(self)
         other.parameters = parameters
@@ -350,6 +351,7 @@ class VideoPipeline(LoraMethods):
             low_noise=experts[-1],
             boundary=0.0 if ratio is None else ratio * TRAIN_TIMESTEPS,
             conditioning=jax.tree.map(self._everywhere, conditions.conditioning),
+            source=conditions.source,
         )
 
     def visual_conditions(self, request: Request) -> Conditions:
@@ -373,16 +375,27 @@ class VideoPipeline(LoraMethods):
         """Yields the latents after every step, valid until the next one, and the step's time."""
         shape = self.shape(request)
         seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
-        first = self._start(shape, request)(self.first_latents(request), seeds)
+        first = self._start(shape, request)(self.first_latents(request, experts.source), seeds)
         step = self._step(shape, request)
         for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
             yield state.sample, time
 
-    def first_latents(self, request: Request) -> Float[Array, "B F Y X C"]:
-        """Returns the latents of the request, or the noise of its seeds."""
+    def first_latents(
+        self, request: Request, source: Float[np.ndarray, "B F Y X C"] | None = None
+    ) -> Float[Array, "B F Y X C"]:
+        """Returns the latents before the first step.
+
+        They are those of the request, or the noise of its seeds, mixed into the `source` if there
+        is one.
+        """
         latents = request.latents
         if latents is None:
+            latents = request.noise
+        if latents is None:
             latents = initial_noise(request.seeds, self.shape(request).latent.dims)
+        if source is not None and request.latents is None:
+            sigma = np.float32(request.sampler.sigmas[0])
+            latents = (np.float32(1) - sigma) * source + sigma * latents
         return self._everywhere(latents)
 
     def fixed_m_eligible_heads(

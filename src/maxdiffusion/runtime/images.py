@@ -21,7 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, UInt8
@@ -94,7 +94,7 @@ def _read(name: str, source: str | os.PathLike[str]) -> bytes:
         raise _problem(name, text, "is a folder, not an image")
     try:
         with path.open("rb") as stream:
-            content = stream.read(MOST_IMAGE_BYTES + 1)
+            content = cast(bytes, stream.read(MOST_IMAGE_BYTES + 1))
     except OSError as error:
         raise _problem(name, text, f"cannot be read: {error.strerror}") from error
     if len(content) > MOST_IMAGE_BYTES:
@@ -248,11 +248,11 @@ def fetch_video(name: str, address: str, folder: Path) -> Path:
     return download_file(name, address, limits, folder)
 
 
-def frame_files(folder: Path) -> list[Path]:
+def frame_files(folder: FilePath) -> list[FilePath]:
     """Returns the images of a folder by name, numbers as numbers: frame2 comes before frame10."""
     files = [file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES]
 
-    def parts(file: Path) -> list[tuple[int, str]]:
+    def parts(file: FilePath) -> list[tuple[int, str]]:
         found = re.findall(r"\d+|\D+", file.name)
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in found]
 

@@ -47,13 +47,28 @@ def test_tokens_of_a_latent_video(frames_rows_columns, tokens):
 def test_every_key_without_a_meaning_is_reported_at_once():
     with pytest.raises(ProblemsFound) as caught:
         WanTransformerConfig.from_diffusers(
-            {"image_dim": 1280, "qk_norm": "layer_norm", "window_size": 7}
+            {"cross_attn_norm": False, "qk_norm": "layer_norm", "window_size": 7}
         )
     assert {problem.name for problem in caught.value.problems} == {
-        "image_dim",
+        "cross_attn_norm",
         "qk_norm",
         "window_size",
     }
+
+
+def test_image_and_control_parts():
+    parse = WanTransformerConfig.from_diffusers
+    config = parse({"image_dim": 64, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 10})
+    assert (config.image_dim, config.image_positions) == (64, 10)
+    with pytest.raises(ProblemsFound, match="added_kv_proj_dim=None: must be 5120"):
+        parse({"image_dim": 64})
+    control = {"vace_layers": [0, 5], "vace_in_channels": 96}
+    assert parse(control).control_layers == (0, 5)
+    for layers in ([5, 0], [1, 5], [0, 40], [0, 0]):
+        with pytest.raises(ProblemsFound, match="must rise from layer 0"):
+            parse({**control, "vace_layers": layers})
+    with pytest.raises(ProblemsFound, match="belong together"):
+        parse({"vace_layers": [0, 5]})
 
 
 @pytest.mark.parametrize(

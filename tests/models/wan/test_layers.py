@@ -88,8 +88,7 @@ def test_inside_of_the_first_block(opened):
     block = block_at(opened.model, 0)
     x, attention = opened.tokens, opened.attention
     opened.check(standardize(x, eps=block.eps), "b0_norm1")
-    table = block.scale_shift_table[...][None] + opened.step.modulation
-    shift, scale, gate, shift_2, scale_2, _ = (table[:, index] for index in range(6))
+    shift, scale, gate, shift_2, scale_2, _ = block.modulations(opened.step, x.shape[1])
     moved = modulate(x, shift, scale, eps=block.eps)
 
     regroup = RopeHalves(opened.model.config.head_dim)
@@ -100,12 +99,12 @@ def test_inside_of_the_first_block(opened):
 
     seen = block.attn1(moved, opened.step, attention=attention.self_attention, layout=ALONE)
     opened.check(seen, "b0_attn1")
-    x = x + gate[:, None] * seen
+    x = x + gate * seen
     opened.check(block.norm2(x), "b0_norm2")
     read = block.attn2(
         block.norm2(x),
         text_at(opened.text, 0),
-        attention=attention.cross_attention,
+        attention=attention,
         layout=ALONE,
     )
     opened.check(read, "b0_attn2")

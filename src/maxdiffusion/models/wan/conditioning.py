@@ -13,11 +13,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int
-
-Latents = Float[Array, "B F Y X C"] | Float[np.ndarray, "B F Y X C"]
-"""Latents on the devices, or on the host until they are put there."""
 
 
 @jax.tree_util.register_dataclass
@@ -52,11 +48,11 @@ class Hints:
 class Conditioning:
     """The visual conditions of a batch of videos; a part that a model lacks is None."""
 
-    # As a pytree it also holds descriptions of arrays in their place.
+    # As a pytree it also holds descriptions of arrays, and arrays of the host.
     __no_type_check__: ClassVar[bool] = True
 
-    channels: Latents | None = None
-    known: Latents | None = None
+    channels: Float[Array, "B F Y X C"] | None = None
+    known: Float[Array, "B F Y X C"] | None = None
     control: ControlInput | None = None
 
     @property

@@ -63,9 +63,7 @@ class ControlBlocks(nnx.Module):
         layout: ActivationLayout,
     ) -> Hints:
         """Returns the hints; `tokens` are those that enter the first layer."""
-        patches = pad_tokens(patches_of(control.video, self.config.patch), tokens.shape[1])
-        patches = layout.constrain(patches, "batch", "sequence", "patch")
-        embedded = constrain_tokens(self.patch_embedding(patches), layout)
+        embedded = self._embed(control.video, tokens.shape[1], layout)
         first = constrain_tokens(self.proj_in(embedded) + tokens, layout)
         graph, layers = nnx.split(self.blocks)
         scales = control.scales.astype(tokens.dtype)
@@ -84,6 +82,16 @@ class ControlBlocks(nnx.Module):
                 one_block, first, (layers, text, scales), unroll=self.config.unroll
             )
         return Hints(hints=hints, rows=self._rows())
+
+    def _embed(
+        self, video: Float[Array, "B F Y X C"], length: int, layout: ActivationLayout
+    ) -> Float[Array, "B S D"]:
+        """Returns one token per patch; tokens after those of a shorter video are zero."""
+        patches = patches_of(video, self.config.patch)
+        count = patches.shape[1]
+        padded = layout.constrain(pad_tokens(patches, length), "batch", "sequence", "patch")
+        embedded = constrain_tokens(self.patch_embedding(padded), layout)
+        return jnp.where((jnp.arange(length) < count)[None, :, None], embedded, 0)
 
     def _rows(self) -> Int[Array, " L"]:
         order = {layer: row for row, layer in enumerate(self.config.control_layers)}
