@@ -71,6 +71,22 @@ class ControlToVideo(Task):
         video: Any = np.stack([self._control(one, latent, vae, encoders) for one in inputs])
         scales: Any = np.asarray(self.scales, np.float32)
         control = ControlInput(video=video, scales=scales)
+        return Conditions(conditioning=Conditioning(control=control))
+
+    def _control(
+        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
+    ) -> np.ndarray:
+        """Returns the control channels of one video; frames that it lacks are zero."""
+        factor = vae.spatial_factor
+        prepared = vace_inputs(
+            one.video,
+            one.mask,
+            one.reference_images,
+            height=latent.rows * factor,
+            width=latent.columns * factor,
+            num_frames=vae.video_frames(latent.frames - self.references),
+            fit=self.fit,
+        )
         return with_frames(self._channels(prepared, encoders), latent.frames)
 
     def _channels(self, prepared: VaceInputs, encoders: Encoders) -> np.ndarray:
