@@ -28,7 +28,7 @@ from jaxtyping import Float32, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.runtime.files import FilePath, as_path, local_copy
+from maxdiffusion.runtime.files import FilePath, as_path, local_copy, open_binary
 
 # Of any size: a function that resizes takes one and returns another.
 InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
@@ -93,7 +93,7 @@ def _read(name: str, source: str | os.PathLike[str]) -> bytes:
     if path.is_dir():
         raise _problem(name, text, "is a folder, not an image")
     try:
-        with path.open("rb") as stream:
+        with open_binary(path) as stream:
             content = stream.read(MOST_IMAGE_BYTES + 1)
     except OSError as error:
         raise _problem(name, text, f"cannot be read: {error.strerror}") from error
@@ -248,11 +248,11 @@ def fetch_video(name: str, address: str, folder: Path) -> Path:
     return download_file(name, address, limits, folder)
 
 
-def frame_files(folder: Path) -> list[Path]:
+def frame_files(folder: FilePath) -> list[FilePath]:
     """Returns the images of a folder by name, numbers as numbers: frame2 comes before frame10."""
     files = [file for file in folder.iterdir() if file.suffix.lower() in FRAME_SUFFIXES]
 
-    def parts(file: Path) -> list[tuple[int, str]]:
+    def parts(file: FilePath) -> list[tuple[int, str]]:
         found = re.findall(r"\d+|\D+", file.name)
         return [(int(part), "") if part.isdecimal() else (-1, part) for part in found]
 
