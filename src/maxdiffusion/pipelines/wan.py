@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Self, final
+from typing import Any, Literal, TypeVar, final
 
 import jax
 import numpy as np
@@ -146,6 +146,11 @@ class WanOutput:
     frames: np.ndarray
 
 
+# `Self` would read better; beartype knows it only where it decorates the class, which jaxtyping's
+# hook of the test run does not do.
+Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
+
+
 class VideoPipeline(LoraMethods):
     """A loaded WAN model on a mesh; a subclass takes the arguments of one task.
 
@@ -178,7 +183,7 @@ class VideoPipeline(LoraMethods):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[Pipeline],
         folder: str | Path,
         dtype: str | None = None,
         mesh: Mesh | None = None,
@@ -186,7 +191,7 @@ class VideoPipeline(LoraMethods):
         settings: PipelineSettings | None = None,
         transformers: TransformerFiles | None = None,
         progress: Progress | None = None,
-    ) -> Self:
+    ) -> Pipeline:
         """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
 
         `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
@@ -212,7 +217,7 @@ class VideoPipeline(LoraMethods):
         )
 
     @classmethod
-    def from_config(cls, config: object, **overrides: object) -> Self:
+    def from_config(cls: type[Pipeline], config: object, **overrides: object) -> Pipeline:
         """Loads the pipeline of a config, as `generate_wan` would build it.
 
         `config` is the path of a YAML or Python file, a mapping or an `ml_collections.ConfigDict`;
@@ -223,7 +228,7 @@ class VideoPipeline(LoraMethods):
 
         return pipeline_from_config(cls, config, overrides)
 
-    def with_parameters(self, parameters: WanParameters) -> Self:
+    def with_parameters(self: Pipeline, parameters: WanParameters) -> Pipeline:
         """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
         other = copy.copy(self)
         other.parameters = parameters
