@@ -34,6 +34,8 @@ ROOMS = (
 UPWARD = {"pipelines/wan.py": {"generation"}}
 # Used by every room.
 SHARED = {"errors", "dims"}
+# Stories of a room, its folders included; 20 where no number is given.
+FILES_OF_ROOM = {"models": 45, "training": 25}
 FILES = sorted(PACKAGE.rglob("*.py"))
 STORIES = [
     path
@@ -115,7 +117,17 @@ def public_docstrings(path: Path) -> list[str]:
 
 
 def test_the_package_has_few_files():
-    assert len(FILES) <= 190
+    # A ceiling for the whole; the limits per room and folder, and on dust, bind before it.
+    assert len(FILES) <= 240
+
+
+def test_no_room_is_a_warehouse():
+    """A room is read as a whole; `models` and `training` hold folders that are read alone."""
+    counts = Counter(room_of(path) for path in STORIES)
+    crowded = {room: count for room, count in counts.items() if count > FILES_OF_ROOM.get(room, 20)}
+    assert not crowded
+    # A room of one file is a folder without a reason.
+    assert not [room for room in ROOMS if counts[room] < 2]
 
 
 def test_no_folder_is_crowded():

@@ -3,29 +3,36 @@
 import os
 import signal
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
-from maxdiffusion.generate_wan import main
-from maxdiffusion.generation import resume as video_writer
-from maxdiffusion.generation.resume import Video
+import numpy as np
+
+from maxdiffusion.cli.commands import GENERATE
+from maxdiffusion.cli.distributed_run import run_distributed
+from maxdiffusion.cli.entry import with_config
+from maxdiffusion.config import ParsedConfig
+from maxdiffusion.generation.generate import generate
+from maxdiffusion.generation.resume import Provenance, Video, write_file
 from tests.object_storage import use_buckets
 
 DIES_BEFORE = "TEST_DIES_BEFORE"  # the variable that names a video which is not to be written
 
 
-def die_before(name: str) -> None:
-    """Makes this process end, as by kill -9, when it is to write a video."""
-    write = video_writer.write
+def write_or_die(provenance: Provenance, video: Video, frames: np.ndarray) -> None:
+    """Writes a video, or ends this process, as by kill -9, before the one of the variable."""
+    if video.path.name == os.environ.get(DIES_BEFORE):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_file(provenance, video, frames)
 
-    def write_or_die(config: Any, video: Video, frames: Any) -> None:
-        if video.path.name == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        write(config, video, frames)
 
-    video_writer.write = write_or_die
+def make_videos(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Does the work of the command with another writer."""
+    run_distributed(parsed, partial(generate, write=write_or_die))
 
 
 if __name__ == "__main__":
     use_buckets()
-    die_before(os.environ.get(DIES_BEFORE, ""))
-    sys.exit(main(sys.argv[1:]))
+    command = replace(GENERATE, run=with_config(make_videos))
+    sys.exit(command.main(sys.argv[1:]))

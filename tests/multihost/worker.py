@@ -27,7 +27,7 @@ from maxdiffusion.distributed.initialize import (
 )
 from maxdiffusion.distributed.service import joined_service
 from maxdiffusion.distributed.watchdog import Watchdog
-from maxdiffusion.generation import generate
+from maxdiffusion.generation.generate import check_same, generate
 from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.runtime.progress import PROGRESS
@@ -42,15 +42,13 @@ QUICK = Timeouts(join=60, heartbeat=60, hang=2)
 def context_parallel(folder: Path) -> None:
     """Makes a video with every scheme over all devices; the first process saves the latents."""
     found: dict[str, np.ndarray] = {}
-    compare = generate.check_same
 
     def keep(latents: np.ndarray, request: Request) -> None:
-        compare(latents, request)
+        check_same(latents, request)
         found[name] = latents
 
-    generate.check_same = keep
     for name in NAMES:
-        generate.generate(read_config([str(TINY), *arguments(name, folder)]))
+        generate(read_config([str(TINY), *arguments(name, folder)]), check_latents=keep)
     if jax.process_index() == 0:
         np.savez(folder / f"latents_{jax.process_count()}.npz", **found)
 

@@ -5,7 +5,7 @@ The start-up plan is logged before, a timing summary after. Groups are videos th
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TypeVar
@@ -33,11 +33,13 @@ from maxdiffusion.generation.resume import (
     Provenance,
     Video,
     VideoWriter,
+    Write,
     batches,
     delete_unneeded_latents,
     finished,
     latents_path,
     list_videos,
+    write_file,
 )
 from maxdiffusion.generation.settings import (
     profile_notes,
@@ -63,13 +65,22 @@ logger = logging.getLogger(__name__)
 
 Group = tuple[Video, ...]
 """Videos that are made at once."""
+CheckLatents = Callable[[np.ndarray, Request], None]
+"""Checks the latents of a request, on every process."""
 Pipeline = TypeVar("Pipeline", bound=VideoPipeline)
 
 
-def generate(parsed: ParsedConfig, *, search_tiles: SearchTiles | None = None) -> None:
+def generate(
+    parsed: ParsedConfig,
+    *,
+    search_tiles: SearchTiles | None = None,
+    check_latents: CheckLatents | None = None,
+    write: Write = write_file,
+) -> None:
     """Makes the videos of a config; raises `ProblemsFound` before anything costly is done.
 
-    `search_tiles` does the work of `enable_tile_search`.
+    `search_tiles` does the work of `enable_tile_search`. `check_latents` gets the latents of every
+    request, by default to compare them between processes; `write` writes the file of a video.
     """
     use_compilation_cache(parsed.config)
     job, folder = resolve_job(parsed, search_tiles=search_tiles)
@@ -84,8 +95,15 @@ def generate(parsed: ParsedConfig, *, search_tiles: SearchTiles | None = None) -
     timings = Timings(Profiler(profile_plan(job.config)))
     pipeline = load(job, folder, videos, timings)
     compile_programs(pipeline, requests_to_compile(job, groups), videos, timings, report)
-    with PREEMPTION.guard(), VideoWriter(provenance) as writer:
-        run = Run(job=job, pipeline=pipeline, writer=writer, timings=timings, report=report)
+    with PREEMPTION.guard(), VideoWriter(provenance, write) as writer:
+        run = Run(
+            job=job,
+            pipeline=pipeline,
+            writer=writer,
+            timings=timings,
+            report=report,
+            check_latents=check_latents or check_same,
+        )
         for number, group in enumerate(groups):
             try:
                 run.make(group, stored)
@@ -105,6 +123,7 @@ class Run:
     writer: VideoWriter
     timings: Timings
     report: "FixedMReport"
+    check_latents: CheckLatents
 
     def make(self, group: Group, stored: LatentCache) -> None:
         """Denoises a group, unless an earlier run has, then decodes it and queues its files."""
@@ -125,7 +144,7 @@ class Run:
                 experts = self.pipeline.condition(request)
             with self.timings.stage(Stage.DENOISE):
                 latents = self.run_steps(request, experts)
-                check_same(latents, request)
+                self.check_latents(latents, request)
                 return latents
 
     def run_steps(self, request: Request, experts: Experts) -> np.ndarray:

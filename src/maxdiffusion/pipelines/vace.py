@@ -17,7 +17,8 @@ from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning, ControlInput
 from maxdiffusion.pipelines.preprocess.images import ImageFit
-from maxdiffusion.pipelines.preprocess.vace import VaceInputs, check_vace_inputs
+from maxdiffusion.pipelines.preprocess.vace import check_vace_inputs, vace_inputs
+from maxdiffusion.pipelines.preprocess.videos import latent_frames
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks import (
@@ -34,11 +35,15 @@ from maxdiffusion.runtime.images import load_image, load_video
 
 @dataclass(frozen=True, kw_only=True)
 class ControlToVideo(Task):
-    """Control video, mask and `references` reference images; a scale for each control layer."""
+    """Control video, mask and `references` reference images; a scale for each control layer.
+
+    `video_frames` are the latent frames of a control video that is shorter than the result.
+    """
 
     scales: tuple[float, ...]
     control_channels: int
     references: int = 0
+    video_frames: int | None = None
     fit: ImageFit = "stretch"
 
     pipeline: ClassVar[str] = "WanVACEPipeline"
@@ -54,10 +59,14 @@ class ControlToVideo(Task):
 
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
         reference = (1,) if self.references else ()
-        return (vae.video_frames(latent.frames - self.references), *reference)
+        return (vae.video_frames(self._video_frames(latent)), *reference)
+
+    def _video_frames(self, latent: LatentShape) -> int:
+        return self.video_frames or latent.frames - self.references
 
     def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
-        size = (videos, latent.frames, latent.rows, latent.columns, self.control_channels)
+        frames = self.references + self._video_frames(latent)
+        size = (videos, frames, latent.rows, latent.columns, self.control_channels)
         scales = shape_of((len(self.scales),))
         return Conditioning(control=ControlInput(video=shape_of(size), scales=scales))
 
@@ -76,7 +85,7 @@ class ControlToVideo(Task):
     def _control(
         self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
     ) -> np.ndarray:
-        """Returns the control channels of one video; frames that it lacks are zero."""
+        """Returns the control channels of one video."""
         factor = vae.spatial_factor
         prepared = vace_inputs(
             one.video,
@@ -87,21 +96,12 @@ class ControlToVideo(Task):
             num_frames=vae.video_frames(latent.frames - self.references),
             fit=self.fit,
         )
-        return with_frames(self._channels(prepared, encoders), latent.frames)
-
-    def _channels(self, prepared: VaceInputs, encoders: Encoders) -> np.ndarray:
         video = np.concatenate(
             [encoders.video(prepared.inactive), encoders.video(prepared.reactive)], axis=-1
         )
         references = [encoders.video(image[None]) for image in prepared.references]
         front = [np.concatenate([one, np.zeros_like(one)], axis=-1) for one in references]
         return np.concatenate([np.concatenate([*front, video]), prepared.mask], axis=-1)
-
-
-def with_frames(control: np.ndarray, frames: int) -> np.ndarray:
-    """Returns the control with this many latent frames; those after its own are zero."""
-    missing = frames - len(control)
-    return np.pad(control, ((0, missing), (0, 0), (0, 0), (0, 0)))
 
 
 @final
@@ -138,7 +138,11 @@ class WanVACEPipeline(VideoPipeline):
         )
         spec = self.builder.spec
         task = control_task(
-            spec, conditioning_scale, references=len(inputs.reference_images), fit=image_fit
+            spec,
+            conditioning_scale,
+            references=len(inputs.reference_images),
+            video_frames=None if inputs.video is None else latent_frames(len(inputs.video)),
+            fit=image_fit,
         )
         request = request_from_arguments(
             spec,
@@ -170,6 +174,7 @@ def control_task(
     scale: float | Sequence[float],
     *,
     references: int,
+    video_frames: int | None = None,
     fit: ImageFit = "stretch",
 ) -> ControlToVideo:
     """Returns the task of a VACE checkpoint; raises if it has no control blocks."""
@@ -187,5 +192,6 @@ def control_task(
         scales=tuple(float(one) for one in scales),
         control_channels=channels,
         references=references,
+        video_frames=video_frames,
         fit=fit,
     )

@@ -147,6 +147,11 @@ class WanOutput:
     frames: np.ndarray
 
 
+# `Self` would read better; beartype knows it only where it decorates the class, which jaxtyping's
+# hook of the test run does not do.
+Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
+
+
 class VideoPipeline(LoraMethods):
     """A loaded WAN model on a mesh; a subclass takes the arguments of one task.
 

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPMessage, HTTPResponse
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -103,15 +104,17 @@ class _FewRedirects(HTTPRedirectHandler):
     def redirect_request(
         self,
         req: Request,
-        fp: IO[bytes],
+        fp: IO[bytes] | BufferedIOBase,
         code: int,
         msg: str,
         headers: HTTPMessage,
         newurl: str,
     ) -> Request | None:
         if urlsplit(newurl).scheme not in ("http", "https"):
-            raise HTTPError(newurl, code, "redirects to another protocol", headers, fp)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+            raise HTTPError(
+                newurl, code, "redirects to another protocol", headers, cast(IO[bytes], fp)
+            )
+        return super().redirect_request(req, cast(IO[bytes], fp), code, msg, headers, newurl)
 
 
 def _open(address: str, timeout: float) -> HTTPResponse:

@@ -21,14 +21,14 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import Float32, UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.runtime.files import FilePath, as_path, local_copy
+from maxdiffusion.runtime.files import FilePath, as_path, local_copy, open_binary
 
 # Of any size: a function that resizes takes one and returns another.
 InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
@@ -93,8 +93,8 @@ def _read(name: str, source: str | os.PathLike[str]) -> bytes:
     if path.is_dir():
         raise _problem(name, text, "is a folder, not an image")
     try:
-        with path.open("rb") as stream:
-            content = cast(bytes, stream.read(MOST_IMAGE_BYTES + 1))
+        with open_binary(path) as stream:
+            content = stream.read(MOST_IMAGE_BYTES + 1)
     except OSError as error:
         raise _problem(name, text, f"cannot be read: {error.strerror}") from error
     if len(content) > MOST_IMAGE_BYTES:

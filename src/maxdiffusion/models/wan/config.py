@@ -96,7 +96,7 @@ class WanTransformerConfig:
 
     @property
     def unroll(self) -> int | bool:
-        """How many layers a scan over them writes out: one, or all."""
+        """Returns the layers that a scan over them writes out: one, or (True) all."""
         return 1 if self.scan_layers else True
 
     def grid(self, latent_FYX: tuple[int, int, int]) -> tuple[int, int, int]:
