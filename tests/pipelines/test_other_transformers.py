@@ -16,10 +16,10 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.generation.job import resolve_job
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.models.wan.original import original_name
-from maxdiffusion.pipelines.base import load_wan_parameters
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import TransformerFiles, open_wan_folder
+from maxdiffusion.pipelines.wan import load_wan_parameters
 from tests.checkpoints.small_model import mesh
 from tests.config.writing import write
 
