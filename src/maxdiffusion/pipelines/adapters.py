@@ -21,7 +21,6 @@ from jax.sharding import Mesh
 from maxdiffusion.checkpoints.load import ComponentSource, load_components, source_shapes
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.wan.checkpoint import transformer_map
-from maxdiffusion.models.wan.original import original_module
 from maxdiffusion.pipelines.settings import Precision
 from maxdiffusion.pipelines.spec import WanSpec, wan_models
 
@@ -71,7 +70,9 @@ def read_adapter(file: Path, source: ComponentSource, *, strict: bool) -> "LoraF
 
     Raises ProblemsFound if it does not fit.
     """
-    from maxdiffusion.checkpoints.lora import LoraTargets, read_lora  # for adapters alone
+    # Both for adapters alone.
+    from maxdiffusion.checkpoints.lora import LoraTargets, read_lora
+    from maxdiffusion.models.wan.original import original_module
 
     targets = LoraTargets.of(source_shapes(source.table, source.abstract), original_module)
     lora = read_lora(file, targets)
