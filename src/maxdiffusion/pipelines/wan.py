@@ -149,7 +149,6 @@ class WanOutput:
 
 # `Self` would read better; beartype knows it only where it decorates the class, which jaxtyping's
 # hook of the test run does not do.
-Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
 
 
 class VideoPipeline(LoraMethods):
