@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.diffusion import FlowMatchEuler, UniPC, step_row
+from maxdiffusion.diffusion import UniPC, step_row
 from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
+from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
 from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM, step_noise
 from maxdiffusion.errors import ProblemsFound
 

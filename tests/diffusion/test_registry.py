@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from maxdiffusion.diffusion import (
-    FlowMatchEuler,
     Sampler,
     UniPC,
     from_scheduler_config,
@@ -14,7 +13,7 @@ from maxdiffusion.diffusion import (
     step_row,
 )
 from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
-from maxdiffusion.diffusion.flow_match_euler import EulerState
+from maxdiffusion.diffusion.flow_match_euler import EulerState, FlowMatchEuler
 from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM
 from maxdiffusion.diffusion.registry import SAMPLERS, SamplerEntry
 from maxdiffusion.errors import ProblemsFound

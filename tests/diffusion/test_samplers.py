@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.diffusion import FlowMatchEuler, UniPC, step_row
+from maxdiffusion.diffusion import UniPC, step_row
+from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
 from maxdiffusion.errors import ProblemsFound
 
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "scheduler.npz")

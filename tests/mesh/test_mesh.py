@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxdiffusion.mesh import AXES, MeshShape, build_mesh
+from maxdiffusion.mesh import AXES, MeshShape, build_mesh, with_data_in_ring
 from maxdiffusion.mesh.mesh import hardware_order
 from tests.described_tpus import Core, DescribedCore
 
@@ -73,3 +73,12 @@ def test_sizes_are_whole_numbers():
         MeshShape(ring=0)
     assert MeshShape(ring=2, ulysses=4).context == 8
     assert len(jax.devices()) == 8
+
+
+def test_the_data_axis_joins_the_ring_without_moving_a_device():
+    mesh = build_mesh(MeshShape(data=2, ring=2, ulysses=2))
+    folded = with_data_in_ring(mesh)
+    assert dict(folded.shape) == {"data": 1, "fsdp": 1, "ring": 4, "ulysses": 2, "tensor": 1}
+    assert [*folded.devices.flat] == [*mesh.devices.flat]
+    assert with_data_in_ring(build_mesh(MeshShape(ring=8))) is None
+    assert with_data_in_ring(build_mesh(MeshShape(data=2, fsdp=4))) is None

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
 
 from maxdiffusion import WanPipeline
 from tests.oracle.arrays import as_numpy, normal
@@ -84,6 +85,37 @@ def test_latents_and_frames_equal_those_of_diffusers(name: str, tmp_path: Path) 
     expected = theirs(**settings, latents=start, output_type="np").frames
     frames = ours(**settings, latents=start.numpy(), output_type="np").frames
     np.testing.assert_allclose(frames, expected, rtol=0, atol=TOLERANCE)
+
+
+def test_four_distilled_steps_equal_those_of_diffusers(tmp_path: Path) -> None:
+    folder, levels = write_checkpoint(tmp_path / "model", TWO_EXPERTS), [1.0, 0.75, 0.5, 0.25]
+    settings = {"prompt": "a fox", "height": 32, "width": 48, "num_frames": 5}
+    start = normal(4, 1, 16, 2, 4, 6)
+    theirs = load_pipeline(folder)
+    theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=5.0)
+    set_timesteps = theirs.scheduler.set_timesteps
+    # Its pipelines have no argument for sigmas.
+    theirs.scheduler.set_timesteps = lambda steps, device: set_timesteps(sigmas=levels)
+    expected = as_numpy(
+        theirs(
+            **settings,
+            num_inference_steps=4,
+            guidance_scale=1.0,
+            latents=start,
+            output_type="latent",
+        ).frames
+    )
+    theirs.scheduler.save_pretrained(folder / "scheduler")
+    ours = WanPipeline.from_pretrained(folder, dtype="float32")
+    latents = ours(
+        **settings,
+        sigmas=levels,
+        boundary_step_index=2,
+        guidance_scale=1.0,
+        latents=start.numpy(),
+        output_type="latent",
+    ).frames
+    np.testing.assert_allclose(latents, expected, rtol=0, atol=TOLERANCE)
 
 
 def test_the_model_in_the_package_is_one_that_diffusers_runs() -> None:

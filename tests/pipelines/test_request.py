@@ -41,14 +41,14 @@ def test_one_negative_prompt_serves_all(two_experts):
 def test_the_second_scale_follows_the_first(two_experts):
     request = request_from_arguments(two_experts, prompt="a", guidance_scale=4.0, **SIZE)
     assert (request.scales.high_noise, request.scales.low_noise) == (4.0, 4.0)
-    assert request.guidance == ClassifierFree()
+    assert request.plan.guidance == ClassifierFree()
 
 
 def test_the_first_scale_alone_turns_guidance_off(two_experts):
     request = request_from_arguments(
         two_experts, prompt="a", guidance_scale=1.0, guidance_scale_2=5.0, **SIZE
     )
-    assert request.guidance == Unguided()
+    assert request.plan.guidance == Unguided()
 
 
 @pytest.mark.parametrize("name", ["guidance_scale_2", "boundary_ratio"])

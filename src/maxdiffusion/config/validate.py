@@ -3,6 +3,7 @@
 Such a config loads and prints; it does not run.
 """
 
+import itertools
 import tempfile
 from pathlib import Path, PurePath
 from string import Formatter
@@ -74,6 +75,31 @@ def check_guidance(config: Config) -> None:
             if config.model_name == "wan2.1" and config.overridden(name)
         ]
     ).raise_if_any()
+
+
+def check_steps(config: Config) -> None:
+    """Checks the lists of steps, and the numbers of steps that the config names."""
+    steps, problems = config.num_inference_steps, Collector()
+    lists = {"denoising_step_list": config.denoising_step_list, "sigmas": config.sigmas}
+    given = {name: values for name, values in lists.items() if values}
+    if len(given) == 2:
+        rule, remedy = "denoising_step_list gives the steps as well", "Leave one of them out"
+        problem = Problem(name="sigmas", value=config.sigmas, rule=rule, remedy=remedy)
+        problems.problems.append(problem)
+    for name, values in given.items():
+        if any(later >= earlier for earlier, later in itertools.pairwise(values)):
+            rule = "must fall from each step to the next"
+            problems.problems.append(Problem(name=name, value=values, rule=rule))
+        if len(values) != steps:
+            rule, remedy = f"{name} has {len(values)}", f"Use num_inference_steps={len(values)}"
+            problem = Problem(name="num_inference_steps", value=steps, rule=rule, remedy=remedy)
+            problems.problems.append(problem)
+    if config.model_name == "wan2.1" and config.boundary_step_index is not None:
+        rule, remedy = "wan2.1 has one transformer only", "Leave it out"
+        value = config.boundary_step_index
+        problem = Problem(name="boundary_step_index", value=value, rule=rule, remedy=remedy)
+        problems.problems.append(problem)
+    problems.raise_if_any()
 
 
 def check_output(config: Config, videos: int | None) -> None:

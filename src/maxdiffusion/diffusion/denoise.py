@@ -1,11 +1,13 @@
 """Denoising loop: one compiled step serves every step, every guidance scale and both experts.
 
+Steps that compute the prompt only, in a run that also has guided ones, have a program of their own.
+
 noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler ] x steps -> latents
                       ^ weights, text, timestep, scale and sampler row are arguments
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.diffusion import Sampler, step_row
 from maxdiffusion.diffusion.guidance import Guidance
+from maxdiffusion.diffusion.run_plan import PlannedStep, RunPlan
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer
@@ -103,17 +106,16 @@ class StepFunction:
 
 @dataclass(frozen=True, kw_only=True)
 class Expert:
-    """One transformer: its name, weights, text keys and values, and guidance scale."""
+    """One transformer: its name, weights, and text keys and values for each kind of guidance."""
 
     name: str
     weights: Weights
-    text: TextKeysValues
-    guidance_scale: float
+    texts: Mapping[Guidance, TextKeysValues]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """The high-noise expert above the boundary and the low-noise one below, or one for both.
+    """The high-noise expert and the low-noise one, or one for both.
 
     Both see the same conditioning. `source` are the latents of videos that the first noise is mixed
     into; None to start from noise.
@@ -121,13 +123,12 @@ class Experts:
 
     high_noise: Expert
     low_noise: Expert
-    boundary: float
     conditioning: Conditioning
     source: Float[np.ndarray, "B F Y X C"] | None = None
 
-    def expert_at(self, timestep: float) -> Expert:
-        """Returns the expert of a timestep; the boundary itself belongs to high noise."""
-        return self.high_noise if timestep >= self.boundary else self.low_noise
+    def of(self, step: PlannedStep) -> Expert:
+        """Returns the expert of a step."""
+        return self.high_noise if step.high_noise else self.low_noise
 
 
 class NotFiniteError(RunFailed):
@@ -150,32 +151,37 @@ def step_inputs(sampler: Sampler, step: int, guidance_scale: float) -> StepInput
     )
 
 
+StepProgram = Callable[..., tuple[Any, Bool[Array, ""]]]
+"""A compiled `StepFunction`."""
+
+
 def denoise(
-    step: Callable[..., tuple[Any, Bool[Array, ""]]],
+    program_of: Callable[[PlannedStep], StepProgram],
     state: Any,
     *,
     sampler: Sampler,
+    plan: RunPlan,
     experts: Experts,
 ) -> Iterator[tuple[Any, StepTime]]:
     """Yields the state after each step and the step's time; raises `NotFiniteError`.
 
     A state is valid until the next step: each step reuses the memory of the one before.
     """
-    timesteps: Sequence[float] = [float(t) for t in sampler.timesteps]
-    for index, timestep in enumerate(timesteps):
-        expert = experts.expert_at(timestep)
+    for planned in plan:
+        index, expert = planned.index, experts.of(planned)
         PROGRESS.checkpoint(f"denoise step {index + 1}")
         started = time.perf_counter()
-        inputs = step_inputs(sampler, index, expert.guidance_scale)
+        inputs = step_inputs(sampler, index, planned.guidance_scale)
+        step, text = program_of(planned), expert.texts[planned.guidance]
         with jax.profiler.StepTraceAnnotation("denoise", step_num=index):
-            state, finite = step(expert.weights, expert.text, state, inputs, experts.conditioning)
+            state, finite = step(expert.weights, text, state, inputs, experts.conditioning)
             is_finite = bool(jax.device_get(finite))  # waits for the step
         if not is_finite:
             raise NotFiniteError(
-                step=index, steps=len(timesteps), timestep=timestep, expert=expert.name
+                step=index, steps=len(plan), timestep=planned.timestep, expert=expert.name
             )
         seconds = time.perf_counter() - started
         yield (
             state,
-            StepTime(index=index, timestep=timestep, expert=expert.name, seconds=seconds),
+            StepTime(index=index, timestep=planned.timestep, expert=expert.name, seconds=seconds),
         )

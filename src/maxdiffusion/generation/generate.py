@@ -44,6 +44,7 @@ from maxdiffusion.generation.resume import (
 from maxdiffusion.generation.settings import (
     profile_notes,
     profile_plan,
+    run_plan,
     sampler,
     use_compilation_cache,
 )
@@ -334,6 +335,8 @@ def request_of(job: ResolvedJob, group: Group) -> Request:
         sampler=task.sampler(sampler(config, job.builder.spec)),
         scales=job.workload.guidance,
         boundary_ratio=config.boundary_ratio if len(job.builder.spec.experts) == 2 else None,
+        boundary_step_index=config.boundary_step_index,
+        guidance_end_step=config.guidance_end_step,
         seeds=tuple(video.seed for video in full),
         task=task,
         inputs=tuple(one for one in inputs if one is not None),
@@ -424,6 +427,7 @@ def start_up_plan(job: ResolvedJob) -> str:
         f"videos: {job.workload.videos} of {config.num_frames} frames of "
         f"{config.width}x{config.height}, {shape.videos} at a time, "
         f"{config.num_inference_steps} steps",
+        run_plan(config, builder.spec).describe(),
     ]
     unused = ignored_fields(config)
     return "\n".join([*lines, unused] if unused else lines)

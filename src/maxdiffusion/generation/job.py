@@ -29,6 +29,7 @@ from maxdiffusion.config.validate import (
     check_output,
     check_profile,
     check_refused,
+    check_steps,
     check_vae,
 )
 from maxdiffusion.diffusion.guidance import GuidanceScales
@@ -39,7 +40,7 @@ from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
     guidance_scales,
     pipeline_settings,
-    sampler,
+    run_plan,
     transformer_files,
     use_aot_cache,
 )
@@ -105,7 +106,8 @@ class ResolvedJob:
 
     `config` is the config as it was read; `choices` holds the values that its `auto`s stand for,
     with the mesh. Lines may differ in size and task: `plans` has the attention of each shape, and
-    `shape` is that of the first line. `input_notes` are about images and videos that do not fit.
+    `shape` is that of the first line. `input_notes` are about images and videos that do not fit,
+    `step_notes` about steps without guidance in a guided run.
     """
 
     config: Config
@@ -116,6 +118,7 @@ class ResolvedJob:
     shape: ProgramShape
     plans: Mapping[ProgramShape, BlockAttention]
     input_notes: tuple[str, ...] = ()
+    step_notes: tuple[str, ...] = ()
 
     @property
     def attention(self) -> BlockAttention:
@@ -124,8 +127,9 @@ class ResolvedJob:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Lines of the start-up plan: reasons of the choices, and tiles that a search has found."""
-        return (*self.choices.notes, *tile_notes(self.attention), *self.input_notes)
+        """Lines of the start-up plan: choices, tiles that a search has found, inputs, steps."""
+        tiles = tile_notes(self.attention)
+        return (*self.choices.notes, *tiles, *self.input_notes, *self.step_notes)
 
     def with_searched_tiles(self, search: SearchTiles) -> "ResolvedJob":
         """Returns the job with the block sizes of a search, and attention planned for them."""
@@ -198,6 +202,7 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice])
         choices = choose(config, spec, devices, mesh=mesh, shape=shapes[0])
         builder = program_builder(config, spec, choices, devices)
         plans = planned(builder, shapes)
+        step_notes = prompt_only_notes(config, builder, shapes)
     problems.raise_if_any()
     return ResolvedJob(
         config=config,
@@ -208,7 +213,27 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice])
         shape=shapes[0],
         plans=plans,
         input_notes=notes,
+        step_notes=step_notes,
     )
+
+
+def prompt_only_notes(
+    config: Config, builder: ProgramBuilder, shapes: Sequence[ProgramShape]
+) -> tuple[str, ...]:
+    """Plans the steps of a guided run that compute the prompt only; returns a line on them."""
+    plan, notes = run_plan(config, builder.spec), dict[str, None]()
+    for shape in dict.fromkeys(shapes):
+        for guidance in plan.guidances:
+            if guidance == shape.guidance:
+                continue
+            single = shape.with_guidance(guidance)
+            folded = builder.folded_for(single)
+            attention = folded.attention(single).self_attention
+            assert isinstance(attention, AttentionPlan)
+            ring, data = folded.mesh.shape["ring"], folded.mesh.shape["data"]
+            line = f"prompt-only steps: data {data}, ring {ring}, attention {attention.runs}"
+            notes[line] = None
+    return tuple(notes)
 
 
 def planned(
@@ -318,7 +343,7 @@ def check_without_model(
 def check_config(config: Config, *, device_count: int) -> Workload:
     """Returns the videos of a config; raises everything that is wrong with the config alone."""
     problems = Collector()
-    for check in (check_refused, check_attention_name, check_guidance):
+    for check in (check_refused, check_attention_name, check_guidance, check_steps):
         with problems:
             check(config)
     with problems:
@@ -352,7 +377,7 @@ def check_model(config: Config, spec: WanSpec) -> None:
     with problems:
         check_experts(config, spec)
     with problems:
-        sampler(config, spec)
+        run_plan(config, spec)
     problems.raise_if_any()
 
 

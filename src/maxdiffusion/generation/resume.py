@@ -50,12 +50,16 @@ IDENTITY = "identity"
 HostLatents = Float[np.ndarray, "B F Y X C"]
 MADE_WITH = (
     *("negative_prompt", "height", "width", "num_frames", "fps", "num_inference_steps"),
-    *("scheduler", "flow_shift", "pretrained_model_name_or_path", "model_name"),
+    *("scheduler", "flow_shift", "denoising_step_list", "sigmas", "guidance_end_step"),
+    *("pretrained_model_name_or_path", "model_name"),
     *("weights_dtype", "activations_dtype", "attention"),
 )
 """Config fields that the frames of a video depend on; the guidance of the model comes on top."""
 GUIDANCE = {
-    "wan2.2": ("guidance_scale_high", "guidance_scale_low", "boundary_ratio"),
+    "wan2.2": (
+        *("guidance_scale_high", "guidance_scale_low"),
+        *("boundary_ratio", "boundary_step_index"),
+    ),
     "wan2.1": ("guidance_scale",),
 }
 

@@ -18,12 +18,13 @@ from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
 from maxdiffusion.config import Config
 from maxdiffusion.config.validate import check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
-from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, Unguided
+from maxdiffusion.diffusion.guidance import GuidanceScales
+from maxdiffusion.diffusion.run_plan import RunPlan, plan_run
 from maxdiffusion.models.vae import Tiling
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
 from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
-from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec
+from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec
 from maxdiffusion.pipelines.tasks import Task, TextToVideo
 from maxdiffusion.runtime.files import FilePath, as_path
 from maxdiffusion.runtime.profiling import ProfilePlan
@@ -126,7 +127,7 @@ def program_shape(
     return ProgramShape(
         videos=videos,
         latent=latent_shape(video or video_shape(config), spec.vae, spec.transformer, task),
-        guidance=ClassifierFree() if guidance_scales(config).active else Unguided(),
+        guidance=run_plan(config, spec).guidance,
         text_length=config.max_sequence_length,
         task=task,
     )
@@ -144,11 +145,24 @@ def guidance_scales(config: Config) -> GuidanceScales:
 
 def sampler(config: Config, spec: WanSpec) -> Sampler:
     """Returns the sampler of the config, with the checkpoint's settings of the same sampler."""
+    levels = config.sigmas or tuple(t / TRAIN_TIMESTEPS for t in config.denoising_step_list)
     return sampler_named(
         config.scheduler,
         spec.scheduler,
-        steps=config.num_inference_steps,
+        steps=len(levels) or config.num_inference_steps,
         shift=config.flow_shift,
+        sigmas=levels or None,
+    )
+
+
+def run_plan(config: Config, spec: WanSpec) -> RunPlan:
+    """Returns expert, guidance and scale of every step."""
+    return plan_run(
+        sampler(config, spec),
+        scales=guidance_scales(config),
+        boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
+        boundary_step_index=config.boundary_step_index,
+        guidance_end_step=config.guidance_end_step,
     )
 
 

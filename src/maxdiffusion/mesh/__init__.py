@@ -9,6 +9,7 @@ from maxdiffusion.mesh.mesh import (
     build_mesh,
     parameter_sharding,
     single_device_mesh,
+    with_data_in_ring,
 )
 
 __all__ = [
@@ -20,4 +21,5 @@ __all__ = [
     "build_mesh",
     "parameter_sharding",
     "single_device_mesh",
+    "with_data_in_ring",
 ]

@@ -157,6 +157,20 @@ def build_mesh(
     )
 
 
+def with_data_in_ring(mesh: Mesh) -> Mesh | None:
+    """Returns the same devices, in the same order, with those of the data axis added to the ring.
+
+    None if that is not possible: axes between the two would change the order, and slices are too
+    far apart for a ring.
+    """
+    data, fsdp, ring, ulysses, tensor = mesh.devices.shape
+    slices = {slice_index(device) for device in mesh.devices[:, 0, 0, 0, 0]}
+    if data == 1 or fsdp > 1 or len(slices) > 1:
+        return None
+    devices = mesh.devices.reshape(1, 1, data * ring, ulysses, tensor)
+    return Mesh(devices, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
 def single_device_mesh(device: jax.Device | None = None) -> Mesh:
     """Returns a mesh of one device, with every axis of size 1."""
     return build_mesh(MeshShape(), devices=[device or jax.devices()[0]])

@@ -30,7 +30,7 @@ from maxdiffusion.attention import (
 from maxdiffusion.diffusion import Sampler
 from maxdiffusion.diffusion.denoise import StepFunction, step_inputs
 from maxdiffusion.diffusion.guidance import Guidance
-from maxdiffusion.mesh import ActivationLayout
+from maxdiffusion.mesh import ActivationLayout, with_data_in_ring
 from maxdiffusion.models.vae import SpatialSharding
 from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
@@ -123,18 +123,40 @@ class ProgramShape:
         """Rows of the transformer's batch."""
         return self.videos * self.guidance.copies
 
+    def with_guidance(self, guidance: Guidance) -> "ProgramShape":
+        """Returns the shape of steps with another guidance."""
+        return replace(self, guidance=guidance)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProgramBuilder:
     """Lowers the programs of one checkpoint, with its settings, on one mesh.
 
-    `compile` compiles a lowered program under its name, possibly through a cache.
+    `compile` compiles a lowered program under its name, possibly through a cache. `weights_mesh` is
+    the mesh of the weights if it is another view of the same devices.
     """
 
     spec: WanSpec
     settings: PipelineSettings
     mesh: Mesh
     compile: Compile = field(default=compile_now)
+    weights_mesh: Mesh | None = None
+
+    def folded_for(self, shape: ProgramShape) -> "ProgramBuilder":
+        """Returns the builder for this shape, with a data axis that it cannot use in the ring.
+
+        Prompt and negative prompt may be on different devices of the data axis. Once the prompt is
+        computed alone, these devices share its sequence instead.
+        """
+        folded = with_data_in_ring(self.mesh)
+        if folded is None or shape.model_batch % self.mesh.shape["data"] == 0:
+            return self
+        return replace(self, mesh=folded, weights_mesh=self.mesh)
+
+    @property
+    def weights(self) -> nnx.State:
+        """Abstract parameters of a transformer, with their shardings."""
+        return self.models.transformer.on(self.weights_mesh or self.mesh)
 
     @cached_property
     def models(self) -> WanModels:
@@ -209,7 +231,7 @@ class ProgramBuilder:
         """Lowers `read_text`."""
         return self._lower(
             jax.jit(self.read_text, out_shardings=self._text_shardings(shape)),
-            self.models.transformer.on(self.mesh),
+            self.weights,
             self._text_embeddings(shape),
             self.image_tokens(shape),
         )
@@ -268,7 +290,7 @@ class ProgramBuilder:
 
         return self._lower(
             jax.jit(denoise_step, donate_argnums=2, out_shardings=self.everywhere),
-            self.models.transformer.on(self.mesh),
+            self.weights,
             self._abstract_text(shape),
             self._abstract_state(shape, sampler),
             jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
@@ -298,7 +320,7 @@ class ProgramBuilder:
 
         return self._lower(
             jax.jit(fixed_m_eligible_heads, out_shardings=self.everywhere),
-            self.models.transformer.on(self.mesh),
+            self.weights,
             self._abstract_text(shape),
             self._latents(shape),
             self._replicated((), jnp.float32),

@@ -5,19 +5,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from maxdiffusion.diffusion import Sampler, from_scheduler_config
-from maxdiffusion.diffusion.guidance import (
-    NO_GUIDANCE,
-    ClassifierFree,
-    Guidance,
-    GuidanceScales,
-    Unguided,
-)
+from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales
+from maxdiffusion.diffusion.run_plan import RunPlan, plan_run
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
@@ -88,7 +84,9 @@ class Request:
 
     The videos start from the noise of their `seeds`, from `noise` in its place, or from `latents`;
     samplers that draw noise at every step draw it from the seeds. `inputs` are the visual
-    conditions of the `task`, one value per video.
+    conditions of the `task`, one value per video. The high-noise expert runs while the timestep is
+    at least `boundary_ratio` x 1000, or for `boundary_step_index` steps; guidance ends before the
+    step `guidance_end_step`.
     """
 
     prompts: tuple[str, ...]
@@ -97,6 +95,8 @@ class Request:
     sampler: Sampler
     scales: GuidanceScales
     boundary_ratio: float | None
+    boundary_step_index: int | None = None
+    guidance_end_step: int | None = None
     seeds: tuple[int, ...] = ()
     latents: Float[np.ndarray, "B F Y X C"] | None = None
     noise: Float[np.ndarray, "B F Y X C"] | None = None
@@ -106,10 +106,16 @@ class Request:
     def __post_init__(self) -> None:
         Collector([*self._count_problems(), *self._seed_problems()]).raise_if_any()
 
-    @property
-    def guidance(self) -> Guidance:
-        """Classifier-free guidance if any scale needs it; otherwise the prompt alone."""
-        return ClassifierFree() if self.scales.active else Unguided()
+    @cached_property
+    def plan(self) -> RunPlan:
+        """Expert, guidance and scale of every step; raises step numbers that the run lacks."""
+        return plan_run(
+            self.sampler,
+            scales=self.scales,
+            boundary_ratio=self.boundary_ratio,
+            boundary_step_index=self.boundary_step_index,
+            guidance_end_step=self.guidance_end_step,
+        )
 
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)
@@ -156,6 +162,8 @@ def request_from_arguments(
     latents: Any = None,
     flow_shift: float | None = None,
     boundary_ratio: float | None = None,
+    boundary_step_index: int | None = None,
+    guidance_end_step: int | None = None,
     sigmas: Sequence[float] | None = None,
     noise: Any = None,
     task: Task | None = None,
@@ -166,14 +174,18 @@ def request_from_arguments(
     Guidance is on if `guidance_scale` is above 1; `guidance_scale_2` (of the low-noise expert)
     follows it unless given. Video i of a prompt starts from `seed + i`, or all of them start from
     `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
-    `sigmas` are noise levels before the shift, one per step, and replace `num_inference_steps`.
+    `sigmas` are noise levels before the shift, one per step, and replace `num_inference_steps`. The
+    first `boundary_step_index` steps run on the high-noise expert, in place of `boundary_ratio`;
+    from `guidance_end_step` on only the prompt is computed.
     `inputs` are the visual conditions of `task`: one for all videos, or one for each prompt.
     """
     steps = num_inference_steps if sigmas is None else len(sigmas)
-    if guidance_scale_2 is not None and len(spec.experts) == 1:
-        raise ProblemsFound([_no_second_expert("guidance_scale_2", guidance_scale_2)])
-    if boundary_ratio is not None and len(spec.experts) == 1:
-        raise ProblemsFound([_no_second_expert("boundary_ratio", boundary_ratio)])
+    if len(spec.experts) == 1:
+        check_one_expert(
+            guidance_scale_2=guidance_scale_2,
+            boundary_ratio=boundary_ratio,
+            boundary_step_index=boundary_step_index,
+        )
     if num_videos_per_prompt < 1:
         raise ProblemsFound([_no_videos(num_videos_per_prompt)])
     texts, copies = _texts("prompt", prompt), range(num_videos_per_prompt)
@@ -195,6 +207,8 @@ def request_from_arguments(
         ),
         scales=scales,
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
+        boundary_step_index=boundary_step_index,
+        guidance_end_step=guidance_end_step,
         seeds=seeds,
         latents=_channels_last("latents", latents, len(prompts), shape),
         noise=_channels_last("noise", noise, len(prompts), shape),
@@ -261,10 +275,18 @@ def _no_videos(count: int) -> Problem:
     return Problem(name="num_videos_per_prompt", value=count, rule=rule)
 
 
-def _no_second_expert(name: str, value: float) -> Problem:
-    return Problem(
-        name=name,
-        value=value,
-        rule="this checkpoint has one transformer for all noise levels",
-        remedy=f"Leave {name} out, or use a WAN 2.2 checkpoint",
-    )
+def check_one_expert(**of_two_experts: float | None) -> None:
+    """Raises every given argument that is about a second expert."""
+    rule = "this checkpoint has one transformer for all noise levels"
+    Collector(
+        [
+            Problem(
+                name=name,
+                value=value,
+                rule=rule,
+                remedy=f"Leave {name} out, or use a WAN 2.2 checkpoint",
+            )
+            for name, value in of_two_experts.items()
+            if value is not None
+        ]
+    ).raise_if_any()

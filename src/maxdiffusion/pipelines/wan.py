@@ -10,6 +10,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar, final
 
@@ -23,10 +24,12 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
+from maxdiffusion.diffusion.run_plan import PlannedStep
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae.checkpoint import vae_map
+from maxdiffusion.models.wan import TextKeysValues
 from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.adapters import LoraAdapters, LoraMethods
 from maxdiffusion.pipelines.programs import (
@@ -39,7 +42,7 @@ from maxdiffusion.pipelines.programs import (
 )
 from maxdiffusion.pipelines.request import Request, latent_shape, request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings, Precision
-from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec, open_wan_folder
+from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec, open_wan_folder
 from maxdiffusion.pipelines.tasks import Conditions, Encoders
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
 from maxdiffusion.runtime.files import FilePath
@@ -179,6 +182,7 @@ class VideoPipeline(LoraMethods):
         )
         # Plans of a resolved job by shape; the pipeline plans other shapes when it meets them.
         self._attention = {**(attention or {})}
+        self._builders: dict[ProgramShape, ProgramBuilder] = {}
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     @classmethod
@@ -296,7 +300,7 @@ class VideoPipeline(LoraMethods):
         return ProgramShape(
             videos=len(request.prompts),
             latent=latent_shape(request.video, spec.vae, spec.transformer, request.task),
-            guidance=request.guidance,
+            guidance=request.plan.guidance,
             text_length=self.builder.settings.text_length,
             task=request.task,
         )
@@ -316,10 +320,11 @@ class VideoPipeline(LoraMethods):
             self._encode(shape, frames)
         if shape.task.image_tokens:
             self._encode_image(shape.task.images)
-        self._read_text(shape)
         initial_noise([0], shape.latent.dims)  # its program is compiled by its first use
         self._start(shape, request)
-        self._step(shape, request)
+        for guidance in request.plan.guidances:
+            self._read_text(shape.with_guidance(guidance))
+            self._step(shape.with_guidance(guidance), request)
         self._decode(shape, frame_format)
 
     def condition(self, request: Request) -> Experts:
@@ -328,35 +333,43 @@ class VideoPipeline(LoraMethods):
         shape = self.shape(request)
         with self._precision():
             rows = self._prompts.encode(texts_of(request), shape.text_length)
-        dtype = self.builder.settings.precision.activations
-        rows = self._everywhere(rows.astype(dtype))
         conditions = self.visual_conditions(request)
-        image = None
-        if conditions.image_tokens is not None:
-            rows_of_guidance = np.tile(conditions.image_tokens, (request.guidance.copies, 1, 1))
-            image = self._everywhere(rows_of_guidance.astype(dtype))
-        read_text = self._read_text(shape)
-        scales = (request.scales.high_noise, request.scales.low_noise)
-        experts = [
+        states = [*self.parameters.transformers.items()]
+        text_of = partial(self._text_of, rows=rows, conditions=conditions)
+        high_noise, low_noise = (
             Expert(
                 name=EXPERT_NAMES[name],
                 weights=weights,
-                text=read_text(weights, rows, image),
-                guidance_scale=scale,
+                texts={
+                    guidance: text_of(shape.with_guidance(guidance), weights)
+                    for guidance in request.plan.guidances_of(high_noise=first)
+                },
             )
-            for (name, weights), scale in zip(
-                self.parameters.transformers.items(), scales, strict=False
-            )
-        ]
-        jax.block_until_ready([expert.text for expert in experts])
-        ratio = request.boundary_ratio
+            for (name, weights), first in ((states[0], True), (states[-1], False))
+        )
+        jax.block_until_ready([[*one.texts.values()] for one in (high_noise, low_noise)])
         return Experts(
-            high_noise=experts[0],
-            low_noise=experts[-1],
-            boundary=0.0 if ratio is None else ratio * TRAIN_TIMESTEPS,
+            high_noise=high_noise,
+            low_noise=low_noise,
             conditioning=jax.tree.map(self._everywhere, conditions.conditioning),
             source=conditions.source,
         )
+
+    def _text_of(
+        self,
+        shape: ProgramShape,
+        weights: nnx.State,
+        *,
+        rows: Float[Array, "B T E"],
+        conditions: Conditions,
+    ) -> TextKeysValues:
+        """Returns the text keys and values of one expert; the prompts are the first of `rows`."""
+        dtype, image = self.builder.settings.precision.activations, None
+        if conditions.image_tokens is not None:
+            tokens = np.tile(conditions.image_tokens, (shape.guidance.copies, 1, 1))
+            image = self._everywhere(tokens.astype(dtype))
+        texts = self._everywhere(rows[: shape.model_batch].astype(dtype))
+        return self._read_text(shape)(weights, texts, image)
 
     def visual_conditions(self, request: Request) -> Conditions:
         """Returns the conditioning of images and videos, on the host."""
@@ -380,8 +393,14 @@ class VideoPipeline(LoraMethods):
         shape = self.shape(request)
         seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
         first = self._start(shape, request)(self.first_latents(request, experts.source), seeds)
-        step = self._step(shape, request)
-        for state, time in denoise(step, first, sampler=request.sampler, experts=experts):
+
+        def program_of(step: PlannedStep) -> Callable[..., Any]:
+            return self._step(shape.with_guidance(step.guidance), request)
+
+        steps = denoise(
+            program_of, first, sampler=request.sampler, plan=request.plan, experts=experts
+        )
+        for state, time in steps:
             yield state.sample, time
 
     def first_latents(
@@ -409,12 +428,12 @@ class VideoPipeline(LoraMethods):
 
         This is one more forward, in its own program: the step itself counts nothing.
         """
-        shape = self.shape(request)
-        timestep = float(request.sampler.timesteps[step])
-        expert = experts.expert_at(timestep)
-        count = self.compile_fixed_m_eligible_heads(request)
-        now = self._everywhere(np.float32(timestep))
-        counts = np.asarray(count(expert.weights, expert.text, latents, now, experts.conditioning))
+        planned = request.plan.steps[step]
+        shape = self.shape(request).with_guidance(planned.guidance)
+        expert, now = experts.of(planned), self._everywhere(np.float32(planned.timestep))
+        text = expert.texts[planned.guidance]
+        count = self._fixed_m_eligible_heads(shape)
+        counts = np.asarray(count(expert.weights, text, latents, now, experts.conditioning))
         return FixedMEligibleHeads(
             step=step,
             expert=expert.name,
@@ -422,12 +441,16 @@ class VideoPipeline(LoraMethods):
             of_layers=tuple(counts.tolist()),
         )
 
-    def compile_fixed_m_eligible_heads(self, request: Request) -> Callable[..., Any]:
-        """Returns the program of `fixed_m_eligible_heads`, compiled once."""
-        shape = self.shape(request)
+    def compile_fixed_m_eligible_heads(self, request: Request) -> None:
+        """Compiles `fixed_m_eligible_heads`, of which the first and the last step are counted."""
+        plan = request.plan
+        for guidance in dict.fromkeys([plan.steps[0].guidance, plan.steps[-1].guidance]):
+            self._fixed_m_eligible_heads(self.shape(request).with_guidance(guidance))
+
+    def _fixed_m_eligible_heads(self, shape: ProgramShape) -> Callable[..., Any]:
+        builder, plan = self._builder_of(shape), self._plan(shape)
         return self._program(
-            ("fast_heads", shape),
-            lambda: self.builder.lower_fixed_m_eligible_heads(shape, self._plan(shape)),
+            ("fast_heads", shape), lambda: builder.lower_fixed_m_eligible_heads(shape, plan)
         )
 
     def decode(
@@ -444,12 +467,18 @@ class VideoPipeline(LoraMethods):
 
     def _plan(self, shape: ProgramShape) -> BlockAttention:
         if shape not in self._attention:
-            self._attention[shape] = self.builder.attention(shape)
+            self._attention[shape] = self._builder_of(shape).attention(shape)
         return self._attention[shape]
+
+    def _builder_of(self, shape: ProgramShape) -> ProgramBuilder:
+        """Returns the builder of steps of this shape, possibly on a folded mesh."""
+        if shape not in self._builders:
+            self._builders[shape] = self.builder.folded_for(shape)
+        return self._builders[shape]
 
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
         key = ("read_text", shape.model_batch, shape.text_length, shape.task.image_tokens)
-        return self._program(key, lambda: self.builder.lower_read_text(shape))
+        return self._program(key, lambda: self._builder_of(shape).lower_read_text(shape))
 
     def _encode(self, shape: ProgramShape, frames: int) -> Callable[..., Any]:
         key = ("encode", shape.latent.rows, shape.latent.columns, frames)
@@ -468,7 +497,8 @@ class VideoPipeline(LoraMethods):
         sampler = request.sampler
         key = ("denoise_step", shape, type(sampler))
         return self._program(
-            key, lambda: self.builder.lower_denoise_step(shape, sampler, self._plan(shape))
+            key,
+            lambda: self._builder_of(shape).lower_denoise_step(shape, sampler, self._plan(shape)),
         )
 
     def _decode(self, shape: ProgramShape, frame_format: FrameFormat) -> Callable[..., Any]:
@@ -491,7 +521,7 @@ class VideoPipeline(LoraMethods):
 
 def texts_of(request: Request) -> list[str]:
     """Returns the texts to encode; the negative ones only with guidance."""
-    guided = request.guidance.copies == 2
+    guided = request.plan.guidance.copies == 2
     return [*request.prompts, *(request.negative_prompts if guided else ())]
 
 
@@ -512,7 +542,7 @@ class WanPipeline(VideoPipeline):
 
         The other arguments are those of `request_from_arguments`: height, width, num_frames,
         num_inference_steps, guidance_scale, guidance_scale_2, num_videos_per_prompt, seed, latents,
-        flow_shift, boundary_ratio, sigmas.
+        flow_shift, boundary_ratio, boundary_step_index, guidance_end_step, sigmas.
         """
         self.check_output(output_type, max_sequence_length)
         check_text_only(self.builder.spec)

@@ -24,6 +24,8 @@ from jax.sharding import NamedSharding
 from maxdiffusion import __version__
 from maxdiffusion.config.load import read_config
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
+from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales
+from maxdiffusion.diffusion.run_plan import plan_run
 from maxdiffusion.distributed.coordination import (
     PREEMPTION,
     Preempted,
@@ -257,14 +259,22 @@ class Bench:
         expert = self.expert(prepared)
         noise = initial_noise(range(shape.videos), shape.latent.dims)
         start = builder.lower_start(shape, steps).compile()
-        state = start(jax.device_put(noise, builder.everywhere))
+        seeds = np.arange(shape.videos, dtype=np.uint32)
+        state = start(*jax.device_put((noise, seeds), builder.everywhere))
         experts = Experts(
             high_noise=expert,
             low_noise=expert,
-            boundary=0.0,
             conditioning=jax.tree.map(drawn, builder.conditioning(shape)),
         )
-        loop = PREEMPTION.until_preempted(denoise(program, state, sampler=steps, experts=experts))
+        scale = 4.0 if shape.guidance.copies == 2 else NO_GUIDANCE
+        plan = plan_run(
+            steps,
+            scales=GuidanceScales(high_noise=scale, low_noise=scale),
+            boundary_ratio=None,
+        )
+        loop = PREEMPTION.until_preempted(
+            denoise(lambda _: program, state, sampler=steps, plan=plan, experts=experts)
+        )
         seconds = [step.seconds for _, step in self.profiler(case).watch(loop)][WARM_UP:]
         mine = median(seconds)
         hosts = [float(said) for said in all_gather_str("bench seconds", repr(mine))]
@@ -304,7 +314,7 @@ class Bench:
         read_text = builder.lower_read_text(shape).compile()
         image = jax.tree.map(drawn, builder.image_tokens(shape))
         text = read_text(weights, jax.device_put(rows, builder.everywhere), image)
-        return Expert(name="random weights", weights=weights, text=text, guidance_scale=4.0)
+        return Expert(name="random weights", weights=weights, texts={shape.guidance: text})
 
 
 def bytes_needed(program: jax.stages.Compiled) -> int:
