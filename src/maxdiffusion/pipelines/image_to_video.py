@@ -20,6 +20,7 @@ from jaxtyping import Float
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
+from maxdiffusion.models.wan.config import MASK_CHANNELS
 from maxdiffusion.pipelines.preprocess.images import (
     ClipPreprocessor,
     ImageFit,
@@ -31,7 +32,6 @@ from maxdiffusion.pipelines.preprocess.images import (
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks import (
-    MASK_CHANNELS,
     Conditions,
     Encoders,
     LatentShape,

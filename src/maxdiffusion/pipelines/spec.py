@@ -22,8 +22,8 @@ from maxdiffusion.models.abstract import AbstractModel
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.models.wan.config import MASK_CHANNELS
 from maxdiffusion.pipelines.settings import Precision
-from maxdiffusion.pipelines.tasks import MASK_CHANNELS
 
 if TYPE_CHECKING:
     from maxdiffusion.models.clip import ClipVisionConfig, ClipVisionEncoder

@@ -26,8 +26,6 @@ from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
 from maxdiffusion.runtime.images import InputFrames, InputImage
 
-MASK_CHANNELS = 4
-
 
 @dataclass(frozen=True, kw_only=True)
 class LatentShape:
