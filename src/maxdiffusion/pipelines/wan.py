@@ -269,14 +269,17 @@ class VideoPipeline(LoraMethods):
 
     def generate(self, request: Request, output_type: OutputType) -> WanOutput:
         """Returns the videos of a request."""
-        experts = self.condition(request)
-        *_, (last, _) = self.denoise(request, experts)
-        latents = np.asarray(last)
+        latents = self.final_latents(request)
         if output_type == "latent":
             return WanOutput(frames=np.moveaxis(latents, -1, 1))
         frame_format = as_floats if output_type == "np" else as_bytes
         videos = [np.asarray(self.decode(request, video, frame_format)) for video in latents]
         return WanOutput(frames=np.stack(videos))
+
+    def final_latents(self, request: Request) -> Float[np.ndarray, "B F Y X C"]:
+        """Returns the latents of a request after its last step, on the host."""
+        *_, (last, _) = self.denoise(request, self.condition(request))
+        return np.asarray(last)
 
     def check_output(self, output_type: str, max_sequence_length: int | None) -> None:
         """Raises for an output or a text length that this pipeline was not made for."""
@@ -331,17 +334,18 @@ class VideoPipeline(LoraMethods):
         dtype = self.builder.settings.precision.activations
         rows = self._everywhere(rows.astype(dtype))
         conditions = self.visual_conditions(request)
-        image = None
-        if conditions.image_tokens is not None:
-            rows_of_guidance = np.tile(conditions.image_tokens, (request.guidance.copies, 1, 1))
-            image = self._everywhere(rows_of_guidance.astype(dtype))
+        copies = request.guidance.copies
+        image, faces = (
+            None if part is None else self._everywhere(part.astype(dtype))
+            for part in (conditions.rows_of_images(copies), conditions.rows_of_faces(copies))
+        )
         read_text = self._read_text(shape)
         scales = (request.scales.high_noise, request.scales.low_noise)
         experts = [
             Expert(
                 name=EXPERT_NAMES[name],
                 weights=weights,
-                text=read_text(weights, rows, image),
+                text=read_text(weights, rows, image, faces),
                 guidance_scale=scale,
             )
             for (name, weights), scale in zip(
@@ -448,7 +452,9 @@ class VideoPipeline(LoraMethods):
         return self._attention[shape]
 
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
-        key = ("read_text", shape.model_batch, shape.text_length, shape.task.image_tokens)
+        task = shape.task
+        faces = (task.face_batch, shape.latent.frames) if task.face_batch else ()
+        key = ("read_text", shape.model_batch, shape.text_length, task.image_tokens, *faces)
         return self._program(key, lambda: self.builder.lower_read_text(shape))
 
     def _encode(self, shape: ProgramShape, frames: int) -> Callable[..., Any]:
@@ -525,6 +531,7 @@ class WanPipeline(VideoPipeline):
 def check_text_only(spec: WanSpec) -> None:
     """Raises for a model that cannot run from a text alone."""
     kinds = {
+        "a character, poses and faces: use WanAnimatePipeline": spec.animates,
         "an image: use WanImageToVideoPipeline": spec.image_channels,
         "a control video: use WanVACEPipeline": bool(spec.transformer.control_layers),
     }
