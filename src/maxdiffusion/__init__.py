@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from maxdiffusion.pipelines.animate import WanAnimatePipeline
     from maxdiffusion.pipelines.image_to_video import WanImageToVideoPipeline
     from maxdiffusion.pipelines.vace import WanVACEPipeline
     from maxdiffusion.pipelines.video_to_video import WanVideoToVideoPipeline
@@ -10,6 +11,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "WanAnimatePipeline",
     "WanImageToVideoPipeline",
     "WanPipeline",
     "WanVACEPipeline",

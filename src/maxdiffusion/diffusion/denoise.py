@@ -94,6 +94,7 @@ class StepFunction:
             layout=self.layout,
             known_frames=conditioning.known_frames,
             control=conditioning.control_for(rows, self.dtype),
+            pose=conditioning.pose_for(rows, self.dtype),
         )
         with jax.named_scope("guidance"):
             guided = self.guidance.combine(velocity, step.guidance_scale)

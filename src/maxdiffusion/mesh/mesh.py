@@ -189,13 +189,15 @@ PARAMETER_AXIS_RULES: AxisRules = {
     "vocab": AXES,
     "columns": AXES,
 }
-# Features that come out of a sharded weight stay sharded.
+# Features that come out of a sharded weight stay sharded. "frames" are pictures that an encoder
+# reads one by one.
 ACTIVATION_AXIS_RULES: AxisRules = {
     "batch": ("data", "fsdp"),
     "sequence": CONTEXT_AXES,
     "heads": ("tensor",),
     "mlp": ("tensor",),
     "columns": AXES,
+    "frames": AXES,
 }
 
 

@@ -122,6 +122,7 @@ class RopeHalves(Transform):
 
 
 LINEAR = Permute((1, 0))
+CONV1D = Permute((2, 1, 0))
 CONV2D = Permute((2, 3, 1, 0))
 CONV3D = Permute((2, 3, 4, 1, 0))
 

@@ -6,6 +6,7 @@ from typing import Any
 MODULES = {
     "WanPipeline": "wan",
     "WanImageToVideoPipeline": "image_to_video",
+    "WanAnimatePipeline": "animate",
     "WanVACEPipeline": "vace",
     "WanVideoToVideoPipeline": "video_to_video",
 }

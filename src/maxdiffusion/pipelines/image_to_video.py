@@ -20,6 +20,7 @@ from jaxtyping import Float
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
+from maxdiffusion.models.wan.config import MASK_CHANNELS
 from maxdiffusion.pipelines.preprocess.images import (
     ClipPreprocessor,
     ImageFit,
@@ -31,7 +32,6 @@ from maxdiffusion.pipelines.preprocess.images import (
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks import (
-    MASK_CHANNELS,
     Conditions,
     Encoders,
     LatentShape,
@@ -86,7 +86,8 @@ class ImageToVideo(Task):
         encoders: Encoders,
     ) -> Conditions:
         channels: Any = np.stack([self._channels(one, latent, vae, encoders) for one in inputs])
-        tokens = [self._tokens(one, encoders) for one in inputs] if self.clip else None
+        clip = self.clip
+        tokens = None if clip is None else [tokens_of(one, clip, encoders) for one in inputs]
         return Conditions(
             conditioning=Conditioning(channels=channels),
             image_tokens=None if tokens is None else np.stack(tokens),
@@ -101,12 +102,6 @@ class ImageToVideo(Task):
         video = image_condition_video(first, last, vae.video_frames(latent.frames))
         mask = first_frame_mask(latent.frames, latent.rows, latent.columns, last=self.last)
         return np.concatenate([mask, encoders.video(video)], axis=-1)
-
-    def _tokens(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
-        images = [image for image in (one.image, one.last_image) if image is not None]
-        pixels = np.stack([clip_pixels(image, self.clip) for image in images])
-        tokens = encoders.image(pixels)
-        return tokens.reshape(-1, tokens.shape[-1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +144,13 @@ def fitted(
     """Returns the pixels of an image at the size of the video, in -1..1."""
     factor = vae.spatial_factor
     return fit_pixels(image, height=latent.rows * factor, width=latent.columns * factor, fit=fit)
+
+
+def tokens_of(one: VisualInputs, clip: ClipPreprocessor, encoders: Encoders) -> np.ndarray:
+    """Returns the CLIP tokens of a video's images, one image after the other."""
+    images = [image for image in (one.image, one.last_image) if image is not None]
+    tokens = encoders.image(np.stack([clip_pixels(image, clip) for image in images]))
+    return tokens.reshape(-1, tokens.shape[-1])
 
 
 @final
@@ -207,6 +209,9 @@ def image_inputs(image: Any, last_image: Any = None) -> list[VisualInputs]:
 
 def image_task(spec: WanSpec, *, last: bool, fit: ImageFit = "stretch") -> Task:
     """Returns the task of an image, and of a last one, for a checkpoint; raises if it has none."""
+    if spec.animates:
+        rule, remedy = "this checkpoint needs poses and faces as well", "Use WanAnimatePipeline"
+        raise ProblemsFound([Problem(name="image", value="given", rule=rule, remedy=remedy)])
     if spec.time_per_token:
         if last:
             raise ProblemsFound([_no_last_image("knows the first frame alone")])

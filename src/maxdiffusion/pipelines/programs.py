@@ -222,18 +222,29 @@ class ProgramBuilder:
         weights: nnx.State,
         text: Float[Array, "B T E"],
         image: Float[Array, "B I O"] | None,
+        faces: Float[Array, "B F Y X C"] | None,
+        *,
+        face_batch: int | None = None,
     ) -> TextKeysValues:
-        """Returns the keys and values of every layer for a text, and for image tokens."""
+        """Returns the keys and values of every layer for a text, image tokens and faces."""
         transformer = nnx.merge(self.models.transformer.graph, weights)
-        return transformer.text_keys_values(text, image, layout=self.layout)
+        return transformer.text_keys_values(
+            text, image, faces, face_batch=face_batch, layout=self.layout
+        )
 
     def lower_read_text(self, shape: ProgramShape) -> jax.stages.Lowered:
         """Lowers `read_text`."""
+        batch = shape.task.face_batch or None
+
+        def read_text(*inputs: Any) -> TextKeysValues:
+            return self.read_text(*inputs, face_batch=batch)
+
         return self._lower(
-            jax.jit(self.read_text, out_shardings=self._text_shardings(shape)),
+            jax.jit(read_text, out_shardings=self._text_shardings(shape)),
             self.weights,
             self._text_embeddings(shape),
             self.image_tokens(shape),
+            self.faces(shape),
         )
 
     def lower_encode(self, shape: ProgramShape, frames: int) -> jax.stages.Lowered:
@@ -314,8 +325,16 @@ class ProgramBuilder:
             batch = shape.guidance.model_batch(conditioning.model_input(sample).astype(dtype))
             timesteps = jnp.full((batch.shape[0],), timestep, jnp.float32)
             transformer = nnx.merge(graph, weights)
+            rows = shape.guidance.model_batch
             return transformer.fixed_m_eligible_heads(
-                batch, timesteps, text, attention=attention, layout=layout
+                batch,
+                timesteps,
+                text,
+                attention=attention,
+                layout=layout,
+                known_frames=conditioning.known_frames,
+                control=conditioning.control_for(rows, dtype),
+                pose=conditioning.pose_for(rows, dtype),
             )
 
         return self._lower(
@@ -388,6 +407,16 @@ class ProgramBuilder:
         size = (shape.model_batch, shape.task.image_tokens, self.spec.transformer.image_dim)
         return self._replicated(size, self.settings.precision.activations)
 
+    def faces(self, shape: ProgramShape) -> jax.ShapeDtypeStruct | None:
+        """Returns the faces of a batch as a replicated shape; None if its task has none."""
+        if not shape.task.face_batch:
+            return None
+        face = self.spec.transformer.face
+        assert face is not None
+        frames = self.spec.vae.video_frames(shape.decoded.frames)
+        size = (shape.model_batch, frames, face.size, face.size, 3)
+        return self._replicated(size, self.settings.precision.activations)
+
     def conditioning(self, shape: ProgramShape) -> Conditioning:
         """Returns the conditioning of a batch as replicated shapes."""
         return jax.tree.map(
@@ -407,6 +436,7 @@ class ProgramBuilder:
             self.models.transformer.parameters,
             self._text_embeddings(shape),
             self.image_tokens(shape),
+            self.faces(shape),
         )
         return jax.tree.map(with_sharding, text)
 

@@ -210,8 +210,8 @@ def request_from_arguments(
         boundary_step_index=boundary_step_index,
         guidance_end_step=guidance_end_step,
         seeds=seeds,
-        latents=_channels_last("latents", latents, len(prompts), shape),
-        noise=_channels_last("noise", noise, len(prompts), shape),
+        latents=channels_last("latents", latents, len(prompts), shape),
+        noise=channels_last("noise", noise, len(prompts), shape),
         task=task,
         inputs=_for_videos(inputs, len(texts), num_videos_per_prompt),
     )
@@ -251,7 +251,8 @@ def _negatives(
     return [text for text in texts for _ in range(per_prompt)]
 
 
-def _channels_last(name: str, latents: Any, videos: int, shape: LatentShape) -> np.ndarray | None:
+def channels_last(name: str, latents: Any, videos: int, shape: LatentShape) -> np.ndarray | None:
+    """Returns given latents [B, C, F, H, W] in our order; raises if their shape is another."""
     if latents is None:
         return None
     array = np.asarray(latents, np.float32)

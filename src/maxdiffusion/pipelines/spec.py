@@ -22,8 +22,8 @@ from maxdiffusion.models.abstract import AbstractModel
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.models.wan.config import MASK_CHANNELS
 from maxdiffusion.pipelines.settings import Precision
-from maxdiffusion.pipelines.tasks import MASK_CHANNELS
 
 if TYPE_CHECKING:
     from maxdiffusion.models.clip import ClipVisionConfig, ClipVisionEncoder
@@ -32,7 +32,7 @@ COMPONENTS = ("transformer", "vae", "text_encoder", "tokenizer", "scheduler")
 SECOND_EXPERT = "transformer_2"
 IMAGE_ENCODER = ("image_encoder", "image_processor")
 """Components of a model that attends to image tokens."""
-PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline")
+PIPELINES = ("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline", "WanAnimatePipeline")
 TRAIN_TIMESTEPS = 1000
 
 
@@ -62,6 +62,11 @@ class WanSpec:
     def image_channels(self) -> bool:
         """True if the transformer's input has a mask and an encoded image behind the latents."""
         return self.transformer.in_channels == 2 * self.vae.z_dim + MASK_CHANNELS
+
+    @property
+    def animates(self) -> bool:
+        """True if the transformer takes poses and faces."""
+        return self.transformer.face is not None
 
     @property
     def components(self) -> tuple[str, ...]:

@@ -5,6 +5,7 @@
     FirstFrame       the first latent frame is known (`image_to_video.py`)
     VideoToVideo     starts from a noised video (`video_to_video.py`)
     ControlToVideo   control video, mask and reference images (`vace.py`)
+    Animate          a character, poses, faces and a scene, in segments (`animate.py`)
 
 A task is a value that programs are compiled for: it states the shapes of its conditioning. The
 denoising loop, its programs and the commands are the same for all; a new task is one subclass.
@@ -19,14 +20,12 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Float32
 
 from maxdiffusion.diffusion import Sampler
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
 from maxdiffusion.runtime.images import InputFrames, InputImage
-
-MASK_CHANNELS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +59,9 @@ class LatentShape:
 class VisualInputs:
     """Loaded images and videos of one video, under diffusers' names; None where there is none.
 
-    `notes` are lines for the start-up plan, about inputs that do not fit as they are.
+    A video may be made in segments: `segment` is the number of one, and `previous` are the frames
+    of the one before, in 0..1. `notes` are lines for the start-up plan, about inputs that do not
+    fit as they are.
     """
 
     image: InputImage | None = None
@@ -72,6 +73,8 @@ class VisualInputs:
     face_video: InputFrames | None = None
     background_video: InputFrames | None = None
     mask_video: InputFrames | None = None
+    segment: int = 0
+    previous: Float32[np.ndarray, "F Y X 3"] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -80,7 +83,7 @@ class VisualInputs:
         found = hashlib.sha256()
         for field in fields(self):
             value = vars(self)[field.name]
-            if field.name == "notes" or value is None:
+            if field.name in ("notes", "segment", "previous") or value is None:
                 continue
             for one in value if isinstance(value, tuple) else (value,):
                 array = np.ascontiguousarray(one)
@@ -102,12 +105,23 @@ class Conditions:
     """The conditioning of a batch, and the image tokens that its blocks attend to.
 
     `source` are the latents of videos that noise is mixed into, for tasks that do not start from
-    noise alone.
+    noise alone. `faces` [B F Y X 3] in -1..1 are for the face adapters of Animate.
     """
 
     conditioning: Conditioning
     image_tokens: np.ndarray | None = None
     source: np.ndarray | None = None
+    faces: Float[np.ndarray, "B F Y X C"] | None = None
+
+    def rows_of_images(self, copies: int) -> np.ndarray | None:
+        """Returns the image tokens of the model's batch: those of guidance are the same."""
+        return None if self.image_tokens is None else np.tile(self.image_tokens, (copies, 1, 1))
+
+    def rows_of_faces(self, copies: int) -> Float[np.ndarray, "B F Y X C"] | None:
+        """Returns the faces of the model's batch: those of guidance are black."""
+        if self.faces is None:
+            return None
+        return np.concatenate([self.faces, *[np.full_like(self.faces, -1)] * (copies - 1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +152,16 @@ class Task(ABC):
     def extra_frames(self) -> int:
         """Latent frames in front that are denoised and not decoded."""
         return 0
+
+    @property
+    def face_batch(self) -> int:
+        """Number of faces that the motion encoder reads at once; 0 for a task without faces."""
+        return 0
+
+    @property
+    def in_segments(self) -> bool:
+        """True if a video is made in segments that continue each other."""
+        return False
 
     def sampler(self, sampler: Sampler) -> Sampler:
         """Returns the sampler of the task, given that of a run from noise."""

@@ -273,14 +273,17 @@ class VideoPipeline(LoraMethods):
 
     def generate(self, request: Request, output_type: OutputType) -> WanOutput:
         """Returns the videos of a request."""
-        experts = self.condition(request)
-        *_, (last, _) = self.denoise(request, experts)
-        latents = np.asarray(last)
+        latents = self.final_latents(request)
         if output_type == "latent":
             return WanOutput(frames=np.moveaxis(latents, -1, 1))
         frame_format = as_floats if output_type == "np" else as_bytes
         videos = [np.asarray(self.decode(request, video, frame_format)) for video in latents]
         return WanOutput(frames=np.stack(videos))
+
+    def final_latents(self, request: Request) -> Float[np.ndarray, "B F Y X C"]:
+        """Returns the latents of a request after its last step, on the host."""
+        *_, (last, _) = self.denoise(request, self.condition(request))
+        return np.asarray(last)
 
     def check_output(self, output_type: str, max_sequence_length: int | None) -> None:
         """Raises for an output or a text length that this pipeline was not made for."""
@@ -364,12 +367,13 @@ class VideoPipeline(LoraMethods):
         conditions: Conditions,
     ) -> TextKeysValues:
         """Returns the text keys and values of one expert; the prompts are the first of `rows`."""
-        dtype, image = self.builder.settings.precision.activations, None
-        if conditions.image_tokens is not None:
-            tokens = np.tile(conditions.image_tokens, (shape.guidance.copies, 1, 1))
-            image = self._everywhere(tokens.astype(dtype))
+        dtype, copies = self.builder.settings.precision.activations, shape.guidance.copies
+        image, faces = (
+            None if part is None else self._everywhere(part.astype(dtype))
+            for part in (conditions.rows_of_images(copies), conditions.rows_of_faces(copies))
+        )
         texts = self._everywhere(rows[: shape.model_batch].astype(dtype))
-        return self._read_text(shape)(weights, texts, image)
+        return self._read_text(shape)(weights, texts, image, faces)
 
     def visual_conditions(self, request: Request) -> Conditions:
         """Returns the conditioning of images and videos, on the host."""
@@ -477,7 +481,9 @@ class VideoPipeline(LoraMethods):
         return self._builders[shape]
 
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
-        key = ("read_text", shape.model_batch, shape.text_length, shape.task.image_tokens)
+        task = shape.task
+        faces = (task.face_batch, shape.latent.frames) if task.face_batch else ()
+        key = ("read_text", shape.model_batch, shape.text_length, task.image_tokens, *faces)
         return self._program(key, lambda: self._builder_of(shape).lower_read_text(shape))
 
     def _encode(self, shape: ProgramShape, frames: int) -> Callable[..., Any]:
@@ -555,6 +561,7 @@ class WanPipeline(VideoPipeline):
 def check_text_only(spec: WanSpec) -> None:
     """Raises for a model that cannot run from a text alone."""
     kinds = {
+        "a character, poses and faces: use WanAnimatePipeline": spec.animates,
         "an image: use WanImageToVideoPipeline": spec.image_channels,
         "a control video: use WanVACEPipeline": bool(spec.transformer.control_layers),
     }

@@ -1,5 +1,6 @@
 """The transformer's table: every parameter, every name, and back again."""
 
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -10,10 +11,12 @@ from flax import nnx
 from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.models.wan.config import (
+    FaceConfig,
     WanTransformerConfig,
     wan_2_1_i2v_14b,
     wan_2_1_t2v_1_3b,
     wan_2_1_vace_1_3b,
+    wan_2_2_animate_14b,
     wan_2_2_i2v_a14b,
     wan_2_2_ti2v_5b,
     wan_14b,
@@ -64,9 +67,48 @@ def released_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{image}.ff.net.2"] = (width, config.image_dim)
         for part, size in (("norm1", config.image_dim), ("norm2", width)):
             extra[f"{image}.{part}.weight"] = extra[f"{image}.{part}.bias"] = (size,)
+    if config.face:
+        more_shapes, more = animate_shapes(config, config.face)
+        shapes |= more_shapes
+        extra |= more
     weights = {f"{name}.weight": shape for name, shape in shapes.items()}
     biases = {f"{name}.bias": shape[:1] for name, shape in shapes.items()}
     return weights | biases | extra
+
+
+def animate_shapes(
+    config: WanTransformerConfig, face: FaceConfig
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """Names and shapes that only Animate has: modules with a bias, and single parameters."""
+    width, hidden, motion = config.model_dim, face.hidden_dim, "motion_encoder"
+    shapes: dict[str, tuple[int, ...]] = {
+        "pose_patch_embedding": (width, face.pose_channels, *config.patch),
+        "face_encoder.conv1_local": (hidden * face.heads, face.feature_dim, 3),
+        "face_encoder.conv2": (hidden, hidden, 3),
+        "face_encoder.conv3": (hidden, hidden, 3),
+        "face_encoder.out_proj": (width, hidden),
+    }
+    extra: dict[str, tuple[int, ...]] = {
+        "face_encoder.padding_tokens": (1, 1, 1, width),
+        f"{motion}.motion_synthesis_weight": (face.feature_dim, face.motion_dim),
+        f"{motion}.conv_in.weight": (face.widths[0], 3, 1, 1),
+        f"{motion}.conv_in.act_fn.bias": (face.widths[0],),
+        f"{motion}.conv_out.weight": (face.style_dim, face.widths[-1], 4, 4),
+    }
+    for index, (narrow, wide) in enumerate(itertools.pairwise(face.widths)):
+        block = f"{motion}.res_blocks.{index}"
+        for part, size in (("conv1", narrow), ("conv2", wide)):
+            extra[f"{block}.{part}.weight"] = (size, narrow, 3, 3)
+            extra[f"{block}.{part}.act_fn.bias"] = (size,)
+        extra[f"{block}.conv_skip.weight"] = (wide, narrow, 1, 1)
+    for index, size in enumerate([face.style_dim] * 4 + [face.motion_dim]):
+        shapes[f"{motion}.motion_network.{index}"] = (size, face.style_dim)
+    for index in range(config.layers // face.every):
+        for part in ("to_q", "to_k", "to_v", "to_out"):
+            shapes[f"face_adapter.{index}.{part}"] = (width, width)
+        for part in ("norm_q", "norm_k"):
+            extra[f"face_adapter.{index}.{part}.weight"] = (config.head_dim,)
+    return shapes, extra
 
 
 def parameter_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]:
@@ -89,8 +131,9 @@ def parameter_shapes(config: WanTransformerConfig) -> dict[str, tuple[int, ...]]
         (wan_2_2_ti2v_5b(), 825, 4_999_787_712),
         (wan_2_1_vace_1_3b(), 1264, 2_153_972_032),
         (wan_vace_14b(), 1331, 17_337_592_896),
+        (wan_2_2_animate_14b(), 1443, 17_274_816_884),
     ],
-    ids=["2.1-1.3b", "14b", "2.2-i2v", "2.1-i2v", "5b", "vace-1.3b", "vace-14b"],
+    ids=["2.1-1.3b", "14b", "2.2-i2v", "2.1-i2v", "5b", "vace-1.3b", "vace-14b", "animate"],
 )
 def test_released_models_are_covered_exactly(config, tensors, parameters):
     table = transformer_map(config)

@@ -6,6 +6,7 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.wan.config import (
     WanTransformerConfig,
     wan_2_1_t2v_1_3b,
+    wan_2_2_animate_14b,
     wan_2_2_i2v_a14b,
     wan_14b,
 )
@@ -90,3 +91,40 @@ def test_a_wrong_size_names_itself(sizes, name):
 def test_positions_end_at_the_longest_sequence():
     with pytest.raises(ValueError, match="rope_max_seq_len=1024"):
         wan_14b().grid((1, 2, 2050))
+
+
+ANIMATE = {
+    "_class_name": "WanAnimateTransformer3DModel",
+    "added_kv_proj_dim": 5120,
+    "motion_encoder_channel_sizes": None,
+}
+
+
+def test_animate_has_the_released_sizes_by_default():
+    assert WanTransformerConfig.from_diffusers(ANIMATE) == wan_2_2_animate_14b()
+
+
+def test_channels_of_the_motion_encoder_are_those_of_its_sizes():
+    widths = {"4": 9, "8": 7, "16": 5, "32": 3, "512": 1}
+    given = {**ANIMATE, "motion_encoder_size": 32, "motion_encoder_channel_sizes": widths}
+    face = WanTransformerConfig.from_diffusers(given).face
+    assert face is not None
+    assert face.widths == (3, 5, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"inject_face_latents_blocks": 3}, "inject_face_latents_blocks"),
+        ({"latent_channels": 48}, "in_channels"),
+        ({"motion_encoder_size": 96}, "motion_encoder_size"),
+        ({"motion_encoder_size": 16, "motion_encoder_channel_sizes": {"16": 3, "8": 4}}, "sizes"),
+        ({"motion_dim": 0}, "motion_dim"),
+        ({"image_dim": None, "added_kv_proj_dim": None}, "image_dim"),
+    ],
+    ids=str,
+)
+def test_impossible_animate_sizes_are_refused(changes, name):
+    with pytest.raises(ProblemsFound) as caught:
+        WanTransformerConfig.from_diffusers({**ANIMATE, **changes})
+    assert any(name in problem.name for problem in caught.value.problems)

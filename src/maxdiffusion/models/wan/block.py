@@ -5,6 +5,7 @@ projections and runs qk-norm, RoPE and the head layout of its context-parallel s
 (`kernels.qk_prep.qk_norm_rope_scatter`). Any other takes finished heads.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -36,8 +37,8 @@ from maxdiffusion.models.wan.layers import (
 class TextKeysValues:
     """Keys and values of the text for every layer; they are the same at every step.
 
-    A model that attends to image tokens has those of the image too, and one with control blocks
-    those of its control blocks.
+    A model that attends to image tokens has those of the image too, one with control blocks those
+    of its control blocks, and Animate those of the face for its adapters.
     """
 
     # As a pytree it also holds descriptions of arrays in their place.
@@ -48,6 +49,7 @@ class TextKeysValues:
     image_keys: Float[Array, "*L B T N H"] | None = None
     image_values: Float[Array, "*L B T N H"] | None = None
     control: "TextKeysValues | None" = None
+    face: "TextKeysValues | None" = None
 
 
 @jax.tree_util.register_dataclass
@@ -78,6 +80,16 @@ class StepContext:
         )
         assert rows is not None
         return by_token(rows, still, tokens=tokens, known=self.known_tokens)
+
+
+class LayerTerm(ABC):
+    """A term that some layers add to their result; `rows` has its row for each, -1 for none."""
+
+    rows: Int[Array, " L"]
+
+    @abstractmethod
+    def added(self, x: Float[Array, "B S D"], row: Int[Array, ""]) -> Float[Array, "B S D"]:
+        """Returns the result of a layer plus the term of a row, or as it is for row -1."""
 
 
 class Projections(nnx.Module):

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from maxdiffusion.models.checkpoint_map import (
+    CONV1D,
+    CONV2D,
     CONV3D,
     LINEAR,
     CheckpointMap,
@@ -12,7 +14,7 @@ from maxdiffusion.models.checkpoint_map import (
     RopeHalves,
     linear,
 )
-from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.models.wan.config import MOTION_LINEARS, FaceConfig, WanTransformerConfig
 
 _BLOCK = "blocks.{layer}"
 _CONTROL = "vace_blocks.{layer}"
@@ -26,6 +28,8 @@ def transformer_map(config: WanTransformerConfig) -> CheckpointMap:
         entries += _image_embedding(positions=config.image_positions is not None)
     if config.control_layers:
         entries += _control(config)
+    if config.face is not None:
+        entries += _animation(config, config.face)
     return CheckpointMap(
         entries=tuple(entries),
         layers=config.layers,
@@ -83,6 +87,56 @@ def _control(config: WanTransformerConfig) -> Iterable[Entry]:
     )
     for entry in stacked:
         yield replace(entry, layers=len(config.control_layers))
+
+
+def _animation(config: WanTransformerConfig, face: FaceConfig) -> Iterable[Entry]:
+    """Yields the entries that only Animate has: poses, both encoders, adapters."""
+    yield from _patches("animation.pose_embedding", "pose_patch_embedding")
+    yield from _motion_encoder("animation.motion_encoder", "motion_encoder", len(face.widths) - 1)
+    ours, theirs = "animation.face_encoder", "face_encoder"
+    for part, source in (("conv1", "conv1_local"), ("conv2", "conv2"), ("conv3", "conv3")):
+        yield Entry(
+            parameter=f"{ours}.{part}.kernel", source=f"{theirs}.{source}.weight", transform=CONV1D
+        )
+        yield Entry(parameter=f"{ours}.{part}.bias", source=f"{theirs}.{source}.bias")
+    yield from linear(f"{ours}.out_proj", f"{theirs}.out_proj")
+    yield Entry(
+        parameter=f"{ours}.padding_token",
+        source=f"{theirs}.padding_tokens",
+        transform=DropUnitDims((1, 1, 1, -1)),
+    )
+    for entry in _adapters("animation.adapters", "face_adapter.{layer}"):
+        yield replace(entry, layers=config.layers // face.every)
+
+
+def _motion_encoder(ours: str, theirs: str, blocks: int) -> Iterable[Entry]:
+    yield from _scaled_conv(f"{ours}.conv_in", f"{theirs}.conv_in")
+    for block in range(blocks):
+        for part in ("conv1", "conv2"):
+            yield from _scaled_conv(
+                f"{ours}.blocks.{block}.{part}", f"{theirs}.res_blocks.{block}.{part}"
+            )
+        part = "conv_skip"
+        yield from _scaled_conv(
+            f"{ours}.blocks.{block}.{part}", f"{theirs}.res_blocks.{block}.{part}", activated=False
+        )
+    yield from _scaled_conv(f"{ours}.conv_out", f"{theirs}.conv_out", activated=False)
+    for index in range(MOTION_LINEARS):
+        yield from linear(f"{ours}.linears.{index}", f"{theirs}.motion_network.{index}")
+    yield Entry(parameter=f"{ours}.directions", source=f"{theirs}.motion_synthesis_weight")
+
+
+def _scaled_conv(ours: str, theirs: str, *, activated: bool = True) -> Iterable[Entry]:
+    yield Entry(parameter=f"{ours}.kernel", source=f"{theirs}.weight", transform=CONV2D)
+    if activated:
+        yield Entry(parameter=f"{ours}.bias", source=f"{theirs}.act_fn.bias")
+
+
+def _adapters(ours: str, theirs: str) -> Iterable[Entry]:
+    for part in ("to_q", "to_k", "to_v", "to_out"):
+        yield from linear(f"{ours}.{part}", f"{theirs}.{part}")
+    for part in ("norm_q", "norm_k"):
+        yield Entry(parameter=f"{ours}.{part}", source=f"{theirs}.{part}.weight")
 
 
 def _block(ours: str, theirs: str, config: WanTransformerConfig) -> Iterable[Entry]:

@@ -3,6 +3,7 @@
     channels    concatenated to the latents: mask and encoded image (14B image-to-video), ...
     known       latent frames without noise, in front; their tokens have time 0 (TI2V-5B)
     control     a control video for the control blocks (VACE)
+    pose        poses of all frames but the first, added to their tokens (Animate)
 
 All of it stays the same from step to step. A text-to-video model has none.
 """
@@ -13,7 +14,7 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 
 @jax.tree_util.register_dataclass
@@ -30,21 +31,6 @@ class ControlInput:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
-class Hints:
-    """Hints of all control layers, and the row of `hints` that each layer adds; -1 for none."""
-
-    __no_type_check__: ClassVar[bool] = True
-
-    hints: Float[Array, "L B S D"]
-    rows: Int[Array, " L"]
-
-    def added(self, x: Float[Array, "B S D"], row: Int[Array, ""]) -> Float[Array, "B S D"]:
-        """Returns tokens plus the hint of a row, or as they are for row -1."""
-        return jax.lax.cond(row >= 0, lambda: x + self.hints[row], lambda: x)
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
 class Conditioning:
     """The visual conditions of a batch of videos; a part that a model lacks is None."""
 
@@ -54,6 +40,7 @@ class Conditioning:
     channels: Float[Array, "B F Y X C"] | None = None
     known: Float[Array, "B F Y X C"] | None = None
     control: ControlInput | None = None
+    pose: Float[Array, "B F Y X C"] | None = None
 
     @property
     def known_frames(self) -> int:
@@ -80,3 +67,9 @@ class Conditioning:
         if self.control is None:
             return None
         return replace(self.control, video=batch(self.control.video.astype(dtype)))
+
+    def pose_for(
+        self, batch: Callable[[Float[Array, "B F Y X C"]], Array], dtype: jnp.dtype
+    ) -> Float[Array, "B F Y X C"] | None:
+        """Returns the poses for the rows of the model's batch, in its dtype."""
+        return None if self.pose is None else batch(jnp.asarray(self.pose).astype(dtype))

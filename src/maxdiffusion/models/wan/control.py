@@ -8,6 +8,9 @@ A control block is a block of the transformer with weights of its own. Hints dep
 before the first block alone, so all of them are computed before the layers run.
 """
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -16,13 +19,14 @@ from jaxtyping import Array, Float, Int
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.block import (
+    LayerTerm,
     StepContext,
     TextKeysValues,
     WanBlock,
     constrain_tokens,
     gathered,
 )
-from maxdiffusion.models.wan.conditioning import ControlInput, Hints
+from maxdiffusion.models.wan.conditioning import ControlInput
 from maxdiffusion.models.wan.config import WanTransformerConfig
 from maxdiffusion.models.wan.layers import (
     Linear,
@@ -31,6 +35,20 @@ from maxdiffusion.models.wan.layers import (
     pad_tokens,
     patches_of,
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hints(LayerTerm):
+    """Hints of all control layers, and the row of `hints` that each layer adds; -1 for none."""
+
+    __no_type_check__: ClassVar[bool] = True
+
+    hints: Float[Array, "L B S D"]
+    rows: Int[Array, " L"]
+
+    def added(self, x: Float[Array, "B S D"], row: Int[Array, ""]) -> Float[Array, "B S D"]:
+        """Returns tokens plus the hint of a row, or as they are for row -1."""
+        return jax.lax.cond(row >= 0, lambda: x + self.hints[row], lambda: x)
 
 
 class ControlBlock(nnx.Module):

@@ -15,13 +15,14 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan.block import (
     CrossAttention,
+    LayerTerm,
     StepContext,
     TextKeysValues,
     WanBlock,
     constrain_tokens,
     gathered,
 )
-from maxdiffusion.models.wan.conditioning import ControlInput, Hints
+from maxdiffusion.models.wan.conditioning import ControlInput
 from maxdiffusion.models.wan.config import WanTransformerConfig
 from maxdiffusion.models.wan.layers import (
     ImageEmbedding,
@@ -40,6 +41,7 @@ from maxdiffusion.models.wan.layers import (
 )
 
 if TYPE_CHECKING:
+    from maxdiffusion.models.wan.animate import Animation
     from maxdiffusion.models.wan.control import ControlBlocks
 
 _ONE_DEVICE = ActivationLayout()
@@ -64,7 +66,8 @@ class WanTransformer(nnx.Module):
                                  control blocks -> hints ^
 
     Blocks are stacked: every parameter of `blocks` has the layers as its first dimension. Image
-    tokens (WAN 2.1 image-to-video) and control blocks (VACE) are parts that most models lack.
+    tokens (WAN 2.1 image-to-video), control blocks (VACE), poses and face adapters (Animate) are
+    parts that most models lack.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class WanTransformer(nnx.Module):
         )
         self.blocks = _stacked_blocks(config, numerics, rngs)
         self.control = _control_blocks(config, numerics, rngs)
+        self.animation = _animation(config, numerics, rngs)
         self.scale_shift_table = modulation_table((2, config.model_dim), rngs)
         self.proj_out = Linear(
             (config.model_dim, patch_values), ("model", "channels"), numerics, rngs=rngs
@@ -96,12 +100,15 @@ class WanTransformer(nnx.Module):
         self,
         text_BTE: Float[Array, "B T E"],
         image_BIO: Float[Array, "B I O"] | None = None,
+        faces: Float[Array, "B F Y X C"] | None = None,
         *,
+        face_batch: int | None = None,
         layout: ActivationLayout = _ONE_DEVICE,
     ) -> TextKeysValues:
         """Returns keys and values [L B T N H] of a text; once per prompt and expert.
 
-        `image_BIO` are the image tokens of a model that attends to them.
+        `image_BIO` are the image tokens of a model that attends to them, `faces` the pictures of a
+        face in -1..1 that Animate reads, `face_batch` at a time.
         """
         context_BTD = self.text_embedding(text_BTE)
         image_BID = None
@@ -120,9 +127,13 @@ class WanTransformer(nnx.Module):
 
         with jax.named_scope("text_keys_values"):
             text = of_layers(self.blocks.attn2)
-            if self.control is None:
-                return text
-            return replace(text, control=of_layers(self.control.blocks.block.attn2))
+            if self.control is not None:
+                text = replace(text, control=of_layers(self.control.blocks.block.attn2))
+        if self.animation is not None:
+            assert faces is not None
+            face = self.animation.face_keys_values(faces, batch=face_batch, layout=layout)
+            text = replace(text, face=face)
+        return text
 
     def __call__(
         self,
@@ -134,6 +145,7 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
         known_frames: int = 0,
         control: ControlInput | None = None,
+        pose: Float[Array, "B f Y X I"] | None = None,
         wrap_block: WrapBlock = unwrapped,
     ) -> Float[Array, "B F Y X O"]:
         """Returns the velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model.
@@ -141,27 +153,22 @@ class WanTransformer(nnx.Module):
         The first `known_frames` have no noise: their tokens are of time 0. `wrap_block` changes how
         the loop calls a layer, such as `jax.checkpoint` for training.
         """
-        length = attention.self_attention.padded_q_len
+        length, grid = attention.self_attention.padded_q_len, self.grid(latents_BFYXC)
         tokens, time, step = self.embed_inputs(
-            latents_BFYXC, timestep_B, length, layout, known_frames=known_frames
+            latents_BFYXC, timestep_B, length, layout, known_frames=known_frames, pose=pose
         )
-        hints = None
-        if self.control is not None:
-            assert control is not None
-            assert text.control is not None
-            hints = self.control(
-                control, tokens, step, text.control, attention=attention, layout=layout
-            )
+        term = self.layer_term(
+            tokens, step, text, control, attention=attention, layout=layout, grid=grid
+        )
         tokens = self.run_blocks(
             tokens,
             step,
             text,
             attention=attention,
             layout=layout,
-            hints=hints,
+            term=term,
             wrap_block=wrap_block,
         )
-        grid = self.grid(latents_BFYXC)
         with jax.named_scope("head"):
             patches = self.output_head(tokens, time, step)[:, : int(np.prod(grid))]
             return video_of(patches, grid, self.config.patch)
@@ -174,15 +181,49 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
+        known_frames: int = 0,
+        control: ControlInput | None = None,
+        pose: Float[Array, "B f Y X I"] | None = None,
     ) -> Int[Array, " L"]:
         """Returns how many (batch, head) pairs of each layer pass the gate of fixed-m softmax."""
-        length = attention.self_attention.padded_q_len
-        tokens, _, step = self.embed_inputs(latents_BFYXC, timestep_B, length, layout)
+        length, grid = attention.self_attention.padded_q_len, self.grid(latents_BFYXC)
+        tokens, _, step = self.embed_inputs(
+            latents_BFYXC, timestep_B, length, layout, known_frames=known_frames, pose=pose
+        )
+        term = self.layer_term(
+            tokens, step, text, control, attention=attention, layout=layout, grid=grid
+        )
 
         def count(block: WanBlock, x: Float[Array, "B S D"]) -> Int[Array, ""]:
             return block.fixed_m_eligible_heads(x, step, attention=attention, layout=layout)
 
-        return self._scan(tokens, step, text, attention=attention, layout=layout, watch=count)[1]
+        _, counts = self._scan(
+            tokens, step, text, attention=attention, layout=layout, term=term, watch=count
+        )
+        return counts
+
+    def layer_term(
+        self,
+        tokens: Float[Array, "B S D"],
+        step: StepContext,
+        text: TextKeysValues,
+        control: ControlInput | None,
+        *,
+        attention: BlockAttention,
+        layout: ActivationLayout,
+        grid: tuple[int, int, int],
+    ) -> LayerTerm | None:
+        """Returns what some layers add to their result: hints of control blocks, or faces."""
+        if self.control is not None:
+            assert control is not None
+            assert text.control is not None
+            return self.control(
+                control, tokens, step, text.control, attention=attention, layout=layout
+            )
+        if self.animation is not None:
+            assert text.face is not None
+            return self.animation.face_term(text.face, grid, tokens.shape[1], layout)
+        return None
 
     def grid(self, latents_BFYXC: Float[Array, "B F Y X C"]) -> tuple[int, int, int]:
         """Returns the number of tokens along frames, rows and columns."""
@@ -197,11 +238,15 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
         *,
         known_frames: int = 0,
+        pose: Float[Array, "B f Y X I"] | None = None,
     ) -> tuple[Float[Array, "B S D"], EmbeddedTime, StepContext]:
         """Returns tokens, the embedded time, and the inputs that all blocks share."""
         frames, rows, columns = self.grid(latents_BFYXC)
         with jax.named_scope("embed"):
             tokens = self.embed(latents_BFYXC, length, layout)
+            if self.animation is not None:
+                assert pose is not None
+                tokens = self.animation.with_pose(tokens, pose, layout)
             time_BD, modulation_BAD = self.time_embedding(timestep_B)
             still_BD, still_BAD = (
                 self.time_embedding(jnp.zeros_like(timestep_B)) if known_frames else (None, None)
@@ -240,7 +285,7 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
-        hints: Hints | None = None,
+        term: LayerTerm | None = None,
         wrap_block: WrapBlock = unwrapped,
     ) -> Float[Array, "B S D"]:
         """Returns `tokens` after all blocks."""
@@ -250,7 +295,7 @@ class WanTransformer(nnx.Module):
             text,
             attention=attention,
             layout=layout,
-            hints=hints,
+            term=term,
             wrap_block=wrap_block,
         )[0]
 
@@ -262,7 +307,7 @@ class WanTransformer(nnx.Module):
         *,
         attention: BlockAttention,
         layout: ActivationLayout,
-        hints: Hints | None = None,
+        term: LayerTerm | None = None,
         watch: Callable[[WanBlock, Float[Array, "B S D"]], Any] | None = None,
         wrap_block: WrapBlock = unwrapped,
     ) -> tuple[Float[Array, "B S D"], Any]:
@@ -273,13 +318,14 @@ class WanTransformer(nnx.Module):
             x: Float[Array, "B S D"],
             inputs: tuple[nnx.State, TextKeysValues, Int[Array, ""] | None],
         ) -> tuple[Float[Array, "B S D"], Any]:
-            layer, layer_text, hint = inputs
+            layer, layer_text, row = inputs
             block = nnx.merge(graph, gathered(layer, layout))
             seen = None if watch is None else watch(block, x)
             x = block(x, step, layer_text, attention=attention, layout=layout)
-            return x if hints is None or hint is None else hints.added(x, hint), seen
+            return x if term is None or row is None else term.added(x, row), seen
 
-        of_layers = (layers, replace(text, control=None), None if hints is None else hints.rows)
+        of_text = replace(text, control=None, face=None)
+        of_layers = (layers, of_text, None if term is None else term.rows)
         with jax.named_scope("blocks"):
             body = wrap_block(one_layer)
             return jax.lax.scan(body, tokens, of_layers, unroll=self.config.unroll)
@@ -306,6 +352,17 @@ def _control_blocks(
     from maxdiffusion.models.wan.control import ControlBlocks  # for VACE alone
 
     return ControlBlocks(config, numerics, rngs=rngs)
+
+
+def _animation(
+    config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs
+) -> "Animation | None":
+    """Returns the parts that only Animate has."""
+    if config.face is None:
+        return None
+    from maxdiffusion.models.wan.animate import Animation  # for Animate alone
+
+    return Animation(config, numerics, rngs=rngs)
 
 
 def _stacked_blocks(config: WanTransformerConfig, numerics: Numerics, rngs: nnx.Rngs) -> WanBlock:
