@@ -22,6 +22,7 @@ from maxdiffusion.config.schema import (
     OutputFields,
     PreflightFields,
     SamplingFields,
+    ServingFields,
     StartUpFields,
     TrainingDataFields,
     TrainingFields,
@@ -58,6 +59,7 @@ class Config(
     StartUpFields,
     PreflightFields,
     VaeFields,
+    ServingFields,
     TrainingFields,
     TrainingDataFields,
 ):
