@@ -192,7 +192,7 @@ class JobQueue:
         if job.status != IN_PROGRESS:
             self.library.remove(identifier)
             self._cancelled.discard(identifier)
-        self._changed()
+        self.notify()
         return True
 
     # Requests
@@ -213,7 +213,7 @@ class JobQueue:
             message = "This Idempotency-Key was used for another request."
             raise ApiError(422, message, code="idempotency_key_reused") from None
         self._wake.put(None)
-        self._changed()
+        self.notify()
         return job, is_new
 
     def cancel(self, identifier: str, owner: str) -> Job | None:
@@ -223,7 +223,7 @@ class JobQueue:
             self._cancelled.add(identifier)
         if job is not None and not job.is_active and job.error:
             self.library.remove(identifier)
-        self._changed()
+        self.notify()
         return job
 
     def live(self, identifier: str) -> Running | None:
@@ -266,7 +266,8 @@ class JobQueue:
         """Returns whether previews are worth their time."""
         return time.monotonic() - self._last_watched < WATCHED_SECONDS
 
-    def _changed(self) -> None:
+    def notify(self) -> None:
+        """Calls all listeners."""
         for call in [*self._listeners]:
             call()
 
@@ -287,7 +288,7 @@ class JobQueue:
         for job in jobs:
             self._running[job.id] = Running(size=job.size, steps=job.steps)
             self.metrics.waited.observe(max(0, now() - job.created_at))
-        self._changed()
+        self.notify()
         return jobs
 
     def stop(self) -> None:
@@ -309,7 +310,7 @@ class JobQueue:
         self.sign()
         for identifier in identifiers:
             self._running[identifier].stage = stage
-        self._changed()
+        self.notify()
 
     def step(self, identifiers: Sequence[str], step: int, seconds: float) -> None:
         """Notes that running jobs have done a step."""
@@ -322,7 +323,7 @@ class JobQueue:
         if time.monotonic() - self._last_renewal > RENEW_SECONDS:
             self._last_renewal = time.monotonic()
             self._renew(identifiers)
-        self._changed()
+        self.notify()
 
     def _renew(self, identifiers: Sequence[str]) -> None:
         self.store.note_progress(identifiers, self._running[identifiers[0]].percent)
@@ -337,7 +338,7 @@ class JobQueue:
         running = self._running.get(identifier)
         if running is not None:
             running.preview, running.preview_step = image, step
-            self._changed()
+            self.notify()
 
     def cancelled(self, identifiers: Sequence[str]) -> set[str]:
         """Returns which of the jobs were cancelled or deleted."""
@@ -373,7 +374,7 @@ class JobQueue:
             outcome = "deleted"
         self.metrics.finished.labels(outcome=outcome).inc()
         logger.info("%s: %s", job.id, outcome)
-        self._changed()
+        self.notify()
 
     def requeue(self, jobs: Sequence[Job]) -> None:
         """Returns running jobs to the queue, because the server stops."""

@@ -79,6 +79,7 @@ class FrontDoor:
         self._ended.set()
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._api.closing.set)
+            self._queue.notify()
         self._server.should_exit = True
         self._threads[0].join(timeout=STREAM_GRACE_SECONDS + 4)
         self._socket.close()
