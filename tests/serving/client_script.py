@@ -8,6 +8,7 @@ import warnings
 warnings.filterwarnings("ignore", message="The Sora API is scheduled")
 
 import openai  # noqa: E402
+import pytest  # noqa: E402
 
 client = openai.OpenAI(base_url=f"{sys.argv[1]}/v1", api_key="unused", max_retries=0)
 videos = client.videos
@@ -47,17 +48,13 @@ for bad, code, param in (
     ({"extra_body": {"negativ_prompt": "x"}}, "unknown_field", "negativ_prompt"),
     ({"input_reference": b"not a picture"}, "not_offered", "input_reference"),
 ):
-    try:
+    with pytest.raises(openai.BadRequestError) as refused:
         videos.create(prompt=prompt, **bad)
-        raise AssertionError(bad)
-    except openai.BadRequestError as error:
-        assert (error.code, error.param) == (code, param), error
-try:
+    assert (refused.value.code, refused.value.param) == (code, param), refused.value
+with pytest.raises(openai.NotFoundError) as missing:
     videos.download_content("video_x")
-    raise AssertionError
-except openai.NotFoundError as error:
-    assert error.code == "not_found"
-    assert error.request_id.startswith("req_")
+assert missing.value.code == "not_found"
+assert missing.value.request_id.startswith("req_")
 
 key = {"Idempotency-Key": "one"}
 first = videos.create(prompt=prompt, extra_headers=key)

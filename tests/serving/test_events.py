@@ -16,7 +16,7 @@ def read_event(stream):
 
 
 def test_a_stream_begins_with_a_snapshot_and_follows_the_steps(tmp_path):
-    with listening(tmp_path, step_seconds=0.1) as (server, address):
+    with listening(tmp_path, step_seconds=0.1) as (_, address):
         connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=10)
         body = json.dumps({"prompt": "x", "num_inference_steps": 15})
         connection.request("POST", "/v1/videos", body, {"Content-Type": "application/json"})

@@ -30,7 +30,9 @@ def store(tmp_path):
 
 def new(owner="anna", **values):
     fields = {"prompt": "x", **values.pop("fields", {})}
-    return NewJob(owner=owner, size=values.pop("size", "64x64x9"), steps=20, fields=fields, **values)
+    return NewJob(
+        owner=owner, size=values.pop("size", "64x64x9"), steps=20, fields=fields, **values
+    )
 
 
 def add(store, **values):
