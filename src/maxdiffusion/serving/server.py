@@ -109,7 +109,8 @@ class FrontDoor:
 def listening_socket(config: Config) -> socket.socket:
     """Returns the socket of the server; raises ProblemsFound if the address cannot be used."""
     family = socket.AF_INET6 if ":" in config.serve_host else socket.AF_INET
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the protocol is stated; else answers take 40 ms.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         opened.bind((config.serve_host, config.serve_port))
