@@ -16,7 +16,7 @@ from maxdiffusion.serving.fields import Offer, Size
 from maxdiffusion.serving.queue import JobQueue
 from maxdiffusion.serving.security import Access
 from maxdiffusion.serving.server import FrontDoor
-from maxdiffusion.serving.store import Job, JobStore, open_database
+from maxdiffusion.serving.store import Job, JobStore, new_id, open_database
 
 TINY = Path(__file__).parents[2] / "configs/wan_tiny.yml"
 SIZES = (Size(width=64, height=64, frames=9), Size(width=96, height=64, frames=9))
@@ -50,10 +50,12 @@ class StandIn:
         self.config = config_of(folder, **overrides)
         self.state = Path(self.config.serve_dir)
         self.store = JobStore(
-            open_database(self.config.serve_database_url, self.state), replica="stand-in"
+            open_database(self.config.serve_database_url, self.state),
+            replica=new_id(),
+            lease_seconds=self.config.serve_lease_seconds,
         )
         self.queue = JobQueue.open(self.config, self.store)
-        self.access = Access.of(self.config, self.state)
+        self.access = Access.of(self.config)
         self.offer = offer_of(self.config)
         self.api = Api(self.queue, self.offer, self.access, hang_seconds=1800)
         self.app = make_app(self.api)

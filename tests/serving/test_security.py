@@ -1,9 +1,9 @@
 """Each row of the threat table in docs/serving.md has its test here."""
 
 import logging
-import stat
 import threading
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -48,14 +48,14 @@ def bearer(key):
 def test_beyond_loopback_a_key_is_required(tmp_path, host):
     config = config_of(tmp_path, serve_host=host)
     with pytest.raises(ProblemsFound, match="keys are required"):
-        Access.of(config, tmp_path)
+        Access.of(config)
 
 
 @pytest.mark.parametrize("line", ["anna", "anna:short", ":0123456789abcdef", "a:b" * 2])
 def test_bad_key_files_are_refused(tmp_path, line):
     (tmp_path / "keys").write_text(line)
     with pytest.raises(ProblemsFound, match="name:key"):
-        Access.of(config_of(tmp_path, serve_keys_file=str(tmp_path / "keys")), tmp_path)
+        Access.of(config_of(tmp_path, serve_keys_file=str(tmp_path / "keys")))
 
 
 def test_every_route_needs_a_key_but_health_and_the_empty_page(guarded):
@@ -125,9 +125,11 @@ def test_a_login_sets_a_cookie_that_scripts_cannot_read(guarded):
     assert client.get("/v1/videos").status_code == 401
 
 
-def test_the_secret_of_sessions_is_private(guarded):
-    mode = (guarded.state / "session_secret").stat().st_mode
-    assert stat.S_IMODE(mode) == 0o600
+def test_a_changed_key_ends_its_sessions(guarded):
+    session = guarded.access.session("anna")
+    assert guarded.access.owner_of_session(session) == "anna"
+    changed = replace(guarded.access, keys={"anna": "another-key-0123456789"})
+    assert changed.owner_of_session(session) is None
 
 
 # Other web pages

@@ -480,6 +480,12 @@ class ServingFields:
     serve_attempts: int = setting(
         3, "Starts of a job that ends the whole server; then it has failed.", POSITIVE
     )
+    serve_lease_seconds: int = setting(
+        60,
+        "With serve_database_url: a job whose server gives no sign for this long goes back to the "
+        "queue.",
+        Integer(minimum=2),
+    )
     serve_stop_seconds: int = setting(
         25, "Seconds from SIGTERM to the end; a step that takes longer is given up.", POSITIVE
     )

@@ -38,7 +38,7 @@ from maxdiffusion.serving.store import (
 logger = logging.getLogger(__name__)
 KEYS_KEPT_SECONDS = 24 * 3600
 WATCHED_SECONDS = 15.0
-RENEW_SECONDS = 5.0
+RENEW_SECONDS = 1.0
 RETRY_SECONDS = 30
 BATCHED_BY = (
     *("num_inference_steps", "scheduler", "flow_shift", "guidance_scale"),
@@ -141,19 +141,32 @@ class JobQueue:
 
     def recover(self) -> None:
         """Takes up the work of an earlier server."""
-        again = self.store.recover(attempts=self.policy.attempts)
-        for job in again:
-            logger.info("%s was running and is queued again", job.id)
+        self.take_back()
         completed = self.store.completed()
-        gone = [job.id for job in completed if not self.library.has(job.id)]
-        if gone:
-            logger.warning("%d completed videos have no file any more", len(gone))
-            self.store.lose(gone)
         if not self.store.shared:
+            gone = [job.id for job in completed if not self.library.has(job.id)]
+            if gone:
+                logger.warning("%d completed videos have no file any more", len(gone))
+                self.store.lose(gone)
             self._sweep(completed)
         for job in completed[-100:]:
             self._remember_times(job)
         self.tidy()
+
+    def take_back(self) -> None:
+        """Returns jobs of servers that are gone to the queue."""
+        for job in self.store.recover(attempts=self.policy.attempts):
+            logger.info("%s was running and is queued again", job.id)
+            self._wake.put(None)
+
+    def keep_claims(self) -> None:
+        """Renews the claims on running jobs, where several servers share the queue."""
+        identifiers = [*self._running]
+        if not identifiers or not self.store.shared:
+            return
+        # Another server may have cancelled a job, or taken it after a long pause of this one.
+        lost = set(identifiers) - self.store.renew(identifiers)
+        self._cancelled |= (lost & {*self._running}) | self.store.to_cancel(identifiers)
 
     def _sweep(self, completed: Sequence[Job]) -> None:
         known = {job.id for job in completed}
@@ -327,11 +340,7 @@ class JobQueue:
 
     def _renew(self, identifiers: Sequence[str]) -> None:
         self.store.note_progress(identifiers, self._running[identifiers[0]].percent)
-        if self.store.shared:
-            # Another server may have cancelled a job, or taken it after a long pause of this one.
-            mine = self.store.renew(identifiers)
-            lost = set(identifiers) - mine
-            self._cancelled |= lost | self.store.to_cancel(identifiers)
+        self.keep_claims()
 
     def preview(self, identifier: str, step: int, image: bytes) -> None:
         """Notes the preview of a step."""
@@ -357,7 +366,8 @@ class JobQueue:
     def fail(self, job: Job, code: str, message: str) -> None:
         """Ends a job without a video."""
         kept = self.store.fail(job.id, code, message, expires_at=self.policy.expiry())
-        self.library.remove(job.id)
+        if kept:  # else another server may have it
+            self.library.remove(job.id)
         self._end(job, outcome=code, kept=kept)
 
     def cancel_running(self, job: Job) -> None:

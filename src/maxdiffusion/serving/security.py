@@ -13,7 +13,6 @@ import hmac
 import ipaddress
 import logging
 import os
-import secrets
 import time
 import uuid
 from collections.abc import Mapping
@@ -33,7 +32,6 @@ KEYS_VARIABLE = "MAXDIFFUSION_API_KEYS"
 SHORTEST_KEY = 16
 LOCAL = "local"  # the owner of all jobs where no keys are used
 COOKIE = "maxdiffusion_session"
-SECRET_FILE = "session_secret"
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 OPEN_PATHS = ("/livez", "/readyz", "/", "/v1/session")
 OPEN_FOLDER = "/page/"
@@ -108,12 +106,11 @@ class Access:
     """Keys that may use the server, and the names it is called by."""
 
     keys: Mapping[str, str]
-    secret: bytes
     hosts: tuple[str, ...]  # empty: any
     max_body: int
 
     @classmethod
-    def of(cls, config: Config, state: Path) -> "Access":
+    def of(cls, config: Config) -> "Access":
         """Returns the access rules of a config; raises ProblemsFound."""
         keys = read_keys(config)
         check_address(config, keys)
@@ -122,7 +119,6 @@ class Access:
             names = (*LOOPBACK_NAMES, config.serve_host)
         return cls(
             keys=keys,
-            secret=session_secret(state),
             hosts=tuple(name.lower() for name in names),
             max_body=config.serve_max_upload_bytes,
         )
@@ -136,10 +132,12 @@ class Access:
         return found
 
     def session(self, owner: str) -> str:
-        """Returns the value of a login cookie; a key that is changed ends its sessions."""
-        text = f"{owner}\0{self.keys[owner]}".encode()
-        mark = hmac.new(self.secret, text, hashlib.sha256).hexdigest()
-        return f"{owner.encode().hex()}.{mark}"
+        """Returns the value of a login cookie; a key that is changed ends its sessions.
+
+        The key itself signs it, so that all servers with the same keys accept it.
+        """
+        text = f"maxdiffusion session of {owner}".encode()
+        return hmac.new(self.keys[owner].encode(), text, hashlib.sha256).hexdigest()
 
     def owner_of_session(self, value: str) -> str | None:
         """Returns the owner of a login cookie."""
@@ -157,19 +155,6 @@ class Access:
         if scheme.lower() == "bearer":
             return self.owner_of_key(key.strip())
         return self.owner_of_session(cookies.get(COOKIE, ""))
-
-
-def session_secret(state: Path) -> bytes:
-    """Returns the secret that signs login cookies; the first start makes it."""
-    path = state / SECRET_FILE
-    if path.exists():
-        return path.read_bytes()
-    state.mkdir(parents=True, exist_ok=True)
-    secret = secrets.token_bytes(32)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(secret)
-    return secret
 
 
 def host_name(header: str) -> str:

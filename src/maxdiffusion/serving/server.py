@@ -97,11 +97,13 @@ class FrontDoor:
             self._queue.stop()
 
     def _keep_house(self) -> None:
-        while not self._ended.wait(TIDY_SECONDS):
+        pause = min(TIDY_SECONDS, self._config.serve_lease_seconds / 4)
+        while not self._ended.wait(pause):
             try:
                 self._queue.tidy()
                 if self._queue.store.shared:
-                    self._queue.recover()
+                    self._queue.keep_claims()
+                    self._queue.take_back()
             except Exception as error:
                 logger.warning("housekeeping: %s", str(error).splitlines()[0])
 
@@ -109,7 +111,7 @@ class FrontDoor:
 def listening_socket(config: Config) -> socket.socket:
     """Returns the socket of the server; raises ProblemsFound if the address cannot be used."""
     family = socket.AF_INET6 if ":" in config.serve_host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is stated; else answers take 40 ms.
+    # asyncio turns Nagle's algorithm off only where the protocol is stated: 40 ms per answer.
     opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -154,9 +156,13 @@ def serve(parsed: ParsedConfig) -> None:
         worker.run(None, None)
         return
     config, state = parsed.config, state_folder(parsed.config)
-    access = Access.of(config, state)
+    access = Access.of(config)
     with only_server(state):
-        store = JobStore(open_database(config.serve_database_url, state), replica=new_id())
+        store = JobStore(
+            open_database(config.serve_database_url, state),
+            replica=new_id(),
+            lease_seconds=config.serve_lease_seconds,
+        )
         queue = JobQueue.open(config, store)
         front = FrontDoor(config, queue, worker.offer(), access)
         stop_on_signals(queue.stop, config)

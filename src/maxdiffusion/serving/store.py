@@ -20,7 +20,7 @@ from threading import Lock
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy import Column, Engine, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Column, Engine, Index, Integer, MetaData, String, Table, Text
 from sqlalchemy.engine import Connection, Row
 
 QUEUED, IN_PROGRESS, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
@@ -29,6 +29,7 @@ FINISHED = (COMPLETED, FAILED)
 CANCELLED = "cancelled"
 FILE_NAME = "jobs.sqlite"
 BUSY_SECONDS = 10
+TABLES_LOCK = 0x6D617864  # any number that nothing else in the database locks
 
 METADATA = MetaData()
 JOBS = Table(
@@ -53,7 +54,7 @@ JOBS = Table(
     Column("deleted", Integer, nullable=False, default=0),
     Column("replica", String(64)),
     Column("lease_until", Integer),
-    Column("bytes", Integer, nullable=False, default=0),
+    Column("bytes", BigInteger, nullable=False, default=0),
     Column("error", Text),
     Column("timings", Text),
     Index("jobs_in_order", "status", "priority", "number"),
@@ -151,7 +152,10 @@ def open_database(url: str, folder: Path) -> Engine:
         folder.mkdir(parents=True, exist_ok=True)
         engine = sa.create_engine(f"sqlite:///{folder / FILE_NAME}")
         sa.event.listen(engine, "connect", _use_wal)
-    METADATA.create_all(engine)
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":  # several servers may start at once
+            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(TABLES_LOCK)))
+        METADATA.create_all(connection)
     return engine
 
 
