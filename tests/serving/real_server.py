@@ -3,6 +3,7 @@
 As a program: python real_server.py POINT ARGUMENTS of serve_wan ...
 """
 
+import errno
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs/wan_tiny.yml"
 # One short text length and few steps: the server is ready in seconds.
 QUICK = ("max_sequence_length=64", "num_inference_steps=6", "serve_port=0", "serve_free_bytes=0")
-NEVER = "never"
+NEVER, FAILURES = "never", "failures"
 AFTER_LATENTS = ("half written", "written", "completed")
 POINTS = ("claimed", "third step", "latents stored", *AFTER_LATENTS)
 
@@ -152,7 +153,35 @@ def main(point: str, arguments: list[str]) -> int:
         library.Library.write_stills = kill_now
     elif point == "completed":
         after(store.JobStore, "complete")
+    elif point == FAILURES:
+        break_seeds(worker)
     return serve(arguments)
+
+
+def break_seeds(worker: Any) -> None:
+    """Makes decoding, writing and denoising fail for some seeds."""
+    from maxdiffusion.diffusion.denoise import NotFiniteError
+
+    decode, write = worker.WanPipeline.decode, worker.write
+    denoise = worker.WanPipeline.denoise
+
+    def decode_or_fail(self: Any, request: Any, *positional: Any) -> Any:
+        if 666 in request.seeds:
+            raise RuntimeError("the decoder is broken")
+        return decode(self, request, *positional)
+
+    def write_or_fail(provenance: Any, video: Any, frames: Any) -> None:
+        if video.seed == 667:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(provenance, video, frames)
+
+    def denoise_or_fail(self: Any, request: Any, experts: Any) -> Any:
+        if 668 in request.seeds:
+            raise NotFiniteError(step=0, steps=1, timestep=1.0, expert="x")
+        return denoise(self, request, experts)
+
+    worker.WanPipeline.decode, worker.write = decode_or_fail, write_or_fail
+    worker.WanPipeline.denoise = denoise_or_fail
 
 
 if __name__ == "__main__":
