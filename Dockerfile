@@ -1,5 +1,6 @@
 # docker build -t maxdiffusion .                              # CPU
 # docker build -t maxdiffusion --build-arg EXTRAS=[tpu] .     # TPU hosts
+# docker build -t maxdiffusion --build-arg EXTRAS=[serve] .   # the server, docs/serving.md
 # docker run maxdiffusion CONFIG.yml [key=value ...]          # --entrypoint "" runs other commands
 FROM python:3.11-slim
 

@@ -15,6 +15,7 @@ PACKAGE = Path(maxdiffusion.__file__).parent
 # because it resolves the same job before it compiles it.
 ROOMS = (
     "cli",
+    "serving",
     "preflight",
     "training",
     "generation",

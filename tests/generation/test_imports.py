@@ -9,7 +9,7 @@ from tests.processes import run_python
 
 pytestmark = pytest.mark.slow
 MOST_MODULES = 110
-UNWANTED = ("preflight", "costs", "training")
+UNWANTED = ("preflight", "costs", "training", "serving")
 
 # Counts every call, wherever the function was imported to.
 PROGRAM = """

@@ -49,6 +49,28 @@ def generate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     run_distributed(parsed, partial(generate, search_tiles=search_tiles))
 
 
+def serve(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Serves videos over HTTP, on all processes of the job."""
+    require_serving()
+    from maxdiffusion.cli.distributed_run import run_distributed
+    from maxdiffusion.serving.server import serve
+
+    run_distributed(parsed, serve)
+
+
+def require_serving() -> None:
+    """Raises unless the packages of the extra `serve` are installed."""
+    from importlib.util import find_spec
+
+    names = ("starlette", "uvicorn", "python_multipart", "prometheus_client", "sqlalchemy", "PIL")
+    missing = [name for name in names if find_spec(name) is None]
+    if missing:
+        rule, remedy = "is needed by the server", 'pip install "maxdiffusion[serve]"'
+        raise ProblemsFound(
+            [Problem(name="package", value=name, rule=rule, remedy=remedy) for name in missing]
+        )
+
+
 def train(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Trains the transformers of a config, on all processes of the job."""
     from maxdiffusion.cli.distributed_run import run_distributed
@@ -136,6 +158,18 @@ GENERATE = Command(
     details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n\n{ALL_KEYS}",
     run=with_config(generate),
     common=("pretrained_model_name_or_path", *SAMPLING, "output_dir", *DEVICES),
+)
+SERVE = Command(
+    name="serve_wan",
+    summary="Serves videos over HTTP: the videos API of the openai package, and a page.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n\n"
+    f"docs/serving.md explains the server. {ALL_KEYS}",
+    run=with_config(serve),
+    common=(
+        *("serve_host", "serve_port", "serve_dir", "serve_sizes", "serve_other_sizes"),
+        *("serve_keys_file", "output_dir", "aot_cache_dir"),
+    ),
 )
 TRAIN = Command(
     name="train_wan",
@@ -226,4 +260,4 @@ READ_PROFILE = Command(
 docs/profiling.md explains the scopes.""",
     run=read_profile,
 )
-COMMANDS = (GENERATE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)
+COMMANDS = (GENERATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)

@@ -23,6 +23,7 @@ from maxdiffusion.config.schema import (
     OutputFields,
     PreflightFields,
     SamplingFields,
+    ServingFields,
     StartUpFields,
     TrainingDataFields,
     TrainingFields,
@@ -60,6 +61,7 @@ class Config(
     StartUpFields,
     PreflightFields,
     VaeFields,
+    ServingFields,
     TrainingFields,
     TrainingDataFields,
 ):

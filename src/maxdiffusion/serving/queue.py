@@ -1,0 +1,405 @@
+"""The queue as the HTTP layer and the device loop share it: store, files, live progress, estimates.
+
+    HTTP layer   submit, view, cancel, delete          any thread
+    device loop  take, stage, step, finish, give up    one thread
+    both         `listen`: a call after every change, for event streams
+
+Live progress is in memory: a restart loses it, and the job begins again or continues from latents.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from maxdiffusion.config import Config
+from maxdiffusion.runtime.files import as_path
+from maxdiffusion.serving.errors import ApiError
+from maxdiffusion.serving.library import Library
+from maxdiffusion.serving.metrics import Metrics
+from maxdiffusion.serving.store import (
+    CANCELLED,
+    COMPLETED,
+    IN_PROGRESS,
+    QUEUED,
+    Job,
+    JobStore,
+    Limits,
+    NewJob,
+    OtherRequest,
+    QueueFull,
+    now,
+)
+
+logger = logging.getLogger(__name__)
+KEYS_KEPT_SECONDS = 24 * 3600
+WATCHED_SECONDS = 15.0
+RENEW_SECONDS = 1.0
+RETRY_SECONDS = 30
+BATCHED_BY = (
+    *("num_inference_steps", "scheduler", "flow_shift", "guidance_scale"),
+    *("guidance_scale_high", "guidance_scale_low", "boundary_ratio", "fps"),
+)
+"""Fields that the jobs of one batch must share; prompts and seeds may differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Limits and retention of a server."""
+
+    limits: Limits
+    free_bytes: int
+    keep_hours: float
+    keep_bytes: int
+    attempts: int
+
+    @classmethod
+    def of(cls, config: Config) -> "Policy":
+        """Returns the policy of a config."""
+        return cls(
+            limits=Limits(queue=config.serve_max_queue, per_key=config.serve_max_jobs_per_key),
+            free_bytes=config.serve_free_bytes,
+            keep_hours=config.serve_keep_hours,
+            keep_bytes=config.serve_keep_bytes,
+            attempts=config.serve_attempts,
+        )
+
+    def expiry(self) -> int | None:
+        """Returns when a job that ends now is deleted; None for never."""
+        return now() + int(self.keep_hours * 3600) if self.keep_hours else None
+
+
+@dataclass(kw_only=True)
+class Running:
+    """Live progress of one job."""
+
+    size: str
+    steps: int
+    stage: str = "starting"
+    step: int = 0
+    began: float = field(default_factory=time.monotonic)
+    preview: bytes | None = None
+    preview_step: int = 0
+
+    @property
+    def percent(self) -> int:
+        """Steps done, in percent; the last percent is decoding and writing."""
+        return min(99, 99 * self.step // max(1, self.steps))
+
+
+class StepTimes:
+    """Seconds per step and after the last step, by size, averaged over recent jobs."""
+
+    WEIGHT = 0.3  # of the newest value
+
+    def __init__(self) -> None:
+        self._step: dict[str, float] = {}
+        self._finish: dict[str, float] = {}
+
+    def add(self, size: str, *, step: float | None = None, finish: float | None = None) -> None:
+        """Adds a measurement."""
+        for table, value in ((self._step, step), (self._finish, finish)):
+            if value is not None:
+                table[size] = table.get(size, value) * (1 - self.WEIGHT) + value * self.WEIGHT
+
+    def seconds(self, size: str, *, jobs: int, steps: int) -> float | None:
+        """Returns the seconds of jobs with `steps` steps in all; None for an unknown size."""
+        if size not in self._step:
+            return None
+        return self._step[size] * steps + self._finish.get(size, 0.0) * jobs
+
+
+class JobQueue:
+    """Jobs, their files and their live progress."""
+
+    def __init__(self, store: JobStore, library: Library, policy: Policy):
+        self.store, self.library, self.policy = store, library, policy
+        self.metrics = Metrics(store.counts)
+        self.times = StepTimes()
+        self.ready = False
+        self.stopping = threading.Event()
+        self._wake: SimpleQueue[None] = SimpleQueue()
+        self._running: dict[str, Running] = {}
+        self._cancelled: set[str] = set()
+        self._listeners: list[Callable[[], None]] = []
+        self._last_sign = time.monotonic()
+        self._last_renewal = 0.0
+        self._last_watched = 0.0
+
+    @classmethod
+    def open(cls, config: Config, store: JobStore) -> "JobQueue":
+        """Returns the queue of a config, with everything that an earlier server left."""
+        queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config))
+        queue.recover()
+        return queue
+
+    # Start and housekeeping
+
+    def recover(self) -> None:
+        """Takes up the work of an earlier server."""
+        self.take_back()
+        completed = self.store.completed()
+        if not self.store.shared:
+            gone = [job.id for job in completed if not self.library.has(job.id)]
+            if gone:
+                logger.warning("%d completed videos have no file any more", len(gone))
+                self.store.lose(gone)
+            self._sweep(completed)
+        for job in completed[-100:]:
+            self._remember_times(job)
+        self.tidy()
+
+    def take_back(self) -> None:
+        """Returns jobs of servers that are gone to the queue."""
+        for job in self.store.recover(attempts=self.policy.attempts):
+            logger.info("%s was running and is queued again", job.id)
+            self._wake.put(None)
+
+    def keep_claims(self) -> None:
+        """Renews the claims on running jobs, where several servers share the queue."""
+        identifiers = [*self._running]
+        if not identifiers or not self.store.shared:
+            return
+        # Another server may have cancelled a job, or taken it after a long pause of this one.
+        lost = set(identifiers) - self.store.renew(identifiers)
+        self._cancelled |= (lost & {*self._running}) | self.store.to_cancel(identifiers)
+
+    def _sweep(self, completed: Sequence[Job]) -> None:
+        known = {job.id for job in completed}
+        unfinished = {job.id for job in self.store.unfinished()}
+        self.library.sweep(known | unfinished, unfinished)
+
+    def _remember_times(self, job: Job) -> None:
+        timings = job.timings or {}
+        self.times.add(
+            job.size, step=timings.get("step_seconds"), finish=timings.get("finish_seconds")
+        )
+
+    def tidy(self) -> None:
+        """Deletes what is too old or too much."""
+        for job in self.store.expired(now()):
+            self.remove(job.id)
+        if self.policy.keep_bytes:
+            self._make_room()
+        self.store.forget_keys(now() - KEYS_KEPT_SECONDS)
+
+    def _make_room(self) -> None:
+        completed = self.store.completed()
+        total = sum(job.bytes for job in completed)
+        for job in completed:
+            if total <= self.policy.keep_bytes:
+                return
+            self.remove(job.id)
+            total -= job.bytes
+
+    def remove(self, identifier: str, owner: str | None = None) -> bool:
+        """Deletes a job and its files; one that runs ends at its next step. Returns if it was."""
+        job = self.store.delete(identifier, owner)
+        if job is None:
+            return False
+        self._cancelled.add(identifier)
+        if job.status != IN_PROGRESS:
+            self.library.remove(identifier)
+            self._cancelled.discard(identifier)
+        self.notify()
+        return True
+
+    # Requests
+
+    def submit(self, new: NewJob, idempotency: tuple[str, str] | None = None) -> tuple[Job, bool]:
+        """Returns the job of a request, and whether it is new; raises ApiError."""
+        if self.library.free_bytes() < self.policy.free_bytes:
+            raise disk_full()
+        try:
+            job, is_new = self.store.add(new, self.policy.limits, idempotency=idempotency)
+        except QueueFull as error:
+            whose = "of this key" if error.of_key else "in all"
+            message = f"{error.limit} jobs {whose} wait or run already. Try again later."
+            headers = {"Retry-After": str(RETRY_SECONDS)}
+            code = "too_many_jobs" if error.of_key else "queue_full"
+            raise ApiError(429, message, code=code, headers=headers) from None
+        except OtherRequest:
+            message = "This Idempotency-Key was used for another request."
+            raise ApiError(422, message, code="idempotency_key_reused") from None
+        self._wake.put(None)
+        self.notify()
+        return job, is_new
+
+    def cancel(self, identifier: str, owner: str) -> Job | None:
+        """Cancels a job: at once if it waits, at its next step if it runs."""
+        job = self.store.cancel(identifier, owner)
+        if job is not None and job.status == IN_PROGRESS:
+            self._cancelled.add(identifier)
+        if job is not None and not job.is_active and job.error:
+            self.library.remove(identifier)
+        self.notify()
+        return job
+
+    def live(self, identifier: str) -> Running | None:
+        """Returns the live progress of a job that runs here."""
+        return self._running.get(identifier)
+
+    def position(self, job: Job) -> tuple[int | None, float | None]:
+        """Returns how many jobs are before a job, and the seconds until it is done, if known."""
+        if job.status == IN_PROGRESS:
+            return None, self._seconds_left(self._running.get(job.id))
+        if job.status != QUEUED:
+            return None, None
+        ahead = self.store.ahead(job)
+        parts = [self._seconds_left(running) for running in [*self._running.values()]]
+        parts += [self.times.seconds(size, jobs=n, steps=steps) for size, n, steps in ahead]
+        parts.append(self.times.seconds(job.size, jobs=1, steps=job.steps))
+        known = [part for part in parts if part is not None]
+        seconds = sum(known) if len(known) == len(parts) else None
+        return sum(count for _, count, _ in ahead), seconds
+
+    def _seconds_left(self, running: Running | None) -> float | None:
+        if running is None:
+            return None
+        left = running.steps - running.step
+        return self.times.seconds(running.size, jobs=1, steps=left)
+
+    # Listeners
+
+    def listen(self, call: Callable[[], None]) -> Callable[[], None]:
+        """Calls a function after every change, from any thread; returns how to stop that."""
+        self._listeners.append(call)
+        return lambda: self._listeners.remove(call)
+
+    def watch(self) -> None:
+        """Notes that somebody looks at previews."""
+        self._last_watched = time.monotonic()
+
+    @property
+    def is_watched(self) -> bool:
+        """Returns whether previews are worth their time."""
+        return time.monotonic() - self._last_watched < WATCHED_SECONDS
+
+    def notify(self) -> None:
+        """Calls all listeners."""
+        for call in [*self._listeners]:
+            call()
+
+    # The device loop
+
+    def take(self, limit: int, *, wait_seconds: float) -> list[Job]:
+        """Returns the next jobs that can be made together; waits a little if there are none."""
+        self.sign()
+        if self.stopping.is_set():
+            return []
+        jobs = self.store.claim(limit, group_by=BATCHED_BY)
+        if not jobs:
+            try:
+                self._wake.get(timeout=wait_seconds)
+            except Empty:
+                return []
+            jobs = self.store.claim(limit, group_by=BATCHED_BY)
+        for job in jobs:
+            self._running[job.id] = Running(size=job.size, steps=job.steps)
+            self.metrics.waited.observe(max(0, now() - job.created_at))
+        self.notify()
+        return jobs
+
+    def stop(self) -> None:
+        """Asks the device loop to end at its next step; may be called by a signal handler."""
+        self.stopping.set()
+        self._wake.put(None)
+
+    def sign(self) -> None:
+        """Notes that the device loop is alive."""
+        self._last_sign = time.monotonic()
+
+    @property
+    def quiet_seconds(self) -> float:
+        """Seconds since the last sign of the device loop."""
+        return time.monotonic() - self._last_sign
+
+    def stage(self, identifiers: Sequence[str], stage: str) -> None:
+        """Notes what running jobs are at: compiling, prompt, denoising, decoding, writing."""
+        self.sign()
+        for identifier in identifiers:
+            self._running[identifier].stage = stage
+        self.notify()
+
+    def step(self, identifiers: Sequence[str], step: int, seconds: float) -> None:
+        """Notes that running jobs have done a step."""
+        self.sign()
+        self.metrics.step.observe(seconds)
+        for identifier in identifiers:
+            running = self._running[identifier]
+            running.stage, running.step = "denoising", step
+            self.times.add(running.size, step=seconds / len(identifiers))
+        if time.monotonic() - self._last_renewal > RENEW_SECONDS:
+            self._last_renewal = time.monotonic()
+            self._renew(identifiers)
+        self.notify()
+
+    def _renew(self, identifiers: Sequence[str]) -> None:
+        self.store.note_progress(identifiers, self._running[identifiers[0]].percent)
+        self.keep_claims()
+
+    def preview(self, identifier: str, step: int, image: bytes) -> None:
+        """Notes the preview of a step."""
+        running = self._running.get(identifier)
+        if running is not None:
+            running.preview, running.preview_step = image, step
+            self.notify()
+
+    def cancelled(self, identifiers: Sequence[str]) -> set[str]:
+        """Returns which of the jobs were cancelled or deleted."""
+        return self._cancelled & {*identifiers}
+
+    def complete(self, job: Job, timings: Mapping[str, Any]) -> None:
+        """Ends a job whose files exist."""
+        size = self.library.secure(job.id)
+        finish = timings.get("finish_seconds")
+        self.times.add(job.size, finish=finish)
+        kept = self.store.complete(
+            job.id, size=size, timings=timings, expires_at=self.policy.expiry()
+        )
+        self._end(job, outcome=COMPLETED, kept=kept)
+
+    def fail(self, job: Job, code: str, message: str) -> None:
+        """Ends a job without a video."""
+        kept = self.store.fail(job.id, code, message, expires_at=self.policy.expiry())
+        if kept:  # else another server may have it
+            self.library.remove(job.id)
+        self._end(job, outcome=code, kept=kept)
+
+    def cancel_running(self, job: Job) -> None:
+        """Ends a job that was cancelled while it ran."""
+        self.fail(job, CANCELLED, "The job was cancelled.")
+
+    def _end(self, job: Job, *, outcome: str, kept: bool) -> None:
+        running = self._running.pop(job.id, None)
+        self._cancelled.discard(job.id)
+        if running is not None:
+            self.metrics.ran.observe(time.monotonic() - running.began)
+        if not kept and self.store.get(job.id) is None:  # deleted while it ran
+            self.library.remove(job.id)
+            outcome = "deleted"
+        self.metrics.finished.labels(outcome=outcome).inc()
+        logger.info("%s: %s", job.id, outcome)
+        self.notify()
+
+    def requeue(self, jobs: Sequence[Job]) -> None:
+        """Returns running jobs to the queue, because the server stops."""
+        self.store.requeue([job.id for job in jobs])
+        for job in jobs:
+            self._running.pop(job.id, None)
+            logger.info("%s: queued again", job.id)
+
+
+def disk_full() -> ApiError:
+    """Returns the error of a server without room for videos."""
+    message = "The server has no room for another video. Delete some, or try again later."
+    return ApiError(507, message, code="disk_full", headers={"x-should-retry": "false"})
+
+
+def state_folder(config: Config) -> Path:
+    """Returns the folder of the queue."""
+    return Path(config.serve_dir).expanduser().absolute()
