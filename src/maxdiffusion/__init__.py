@@ -3,10 +3,10 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from maxdiffusion.pipelines.animate import WanAnimatePipeline
-    from maxdiffusion.pipelines.image_to_video import WanImageToVideoPipeline
-    from maxdiffusion.pipelines.vace import WanVACEPipeline
-    from maxdiffusion.pipelines.video_to_video import WanVideoToVideoPipeline
+    from maxdiffusion.pipelines.tasks.animate import WanAnimatePipeline
+    from maxdiffusion.pipelines.tasks.image_to_video import WanImageToVideoPipeline
+    from maxdiffusion.pipelines.tasks.vace import WanVACEPipeline
+    from maxdiffusion.pipelines.tasks.video_to_video import WanVideoToVideoPipeline
     from maxdiffusion.pipelines.wan import WanPipeline
 
 

@@ -10,9 +10,9 @@ import pytest
 from maxdiffusion.attention import AttentionOptions, BlockSizes
 from maxdiffusion.attention.backends import Softmax
 from maxdiffusion.attention.backends.flash import FlashBackend
+from maxdiffusion.attention.options import splash_blocks
 from maxdiffusion.attention.problem import LocalProblem, even_length
 from maxdiffusion.attention.registry import ATTENTION_OPS
-from maxdiffusion.attention.tuning import splash_blocks
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.kernels.tpu import even_block
 

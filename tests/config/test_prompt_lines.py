@@ -5,7 +5,7 @@ import json
 import pytest
 
 from maxdiffusion.config import load_config
-from maxdiffusion.config.prompt_lines import (
+from maxdiffusion.config.validate import (
     VideoRequestLine,
     read_prompts_file,
     read_request_lines,

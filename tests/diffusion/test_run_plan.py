@@ -4,8 +4,7 @@ import pytest
 
 from maxdiffusion.diffusion import UniPC
 from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
-from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, Unguided
-from maxdiffusion.diffusion.run_plan import plan_run
+from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, Unguided, plan_run
 from maxdiffusion.errors import ProblemsFound
 
 FOUR_STEPS = FlowMatchEuler(steps=4, shift=5.0, custom_sigmas=(1.0, 0.75, 0.5, 0.25))

@@ -4,7 +4,7 @@ import threading
 
 import jax
 
-from maxdiffusion.distributed.service import Service
+from maxdiffusion.distributed.coordination import Service
 
 
 class MemoryClient:

@@ -7,6 +7,8 @@ import pytest
 from maxdiffusion.distributed.coordination import (
     Coordinator,
     Difference,
+    NoAnswer,
+    Process,
     all_gather_str,
     all_processes,
     assert_equal_across_processes,
@@ -14,8 +16,8 @@ from maxdiffusion.distributed.coordination import (
     barrier,
     broadcast_from_first,
     differences,
+    this_process,
 )
-from maxdiffusion.distributed.service import NoAnswer, Process, this_process
 from tests.distributed.memory_service import MemoryClient, services
 
 PROCESSES = tuple(Process(index=index, host=f"host-{index}", pid=index) for index in range(3))

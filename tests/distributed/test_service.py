@@ -5,8 +5,13 @@ import sys
 import jax
 import pytest
 
+from maxdiffusion.distributed.coordination import (
+    NoAnswer,
+    UnsupportedJax,
+    is_multiprocess,
+    this_process,
+)
 from maxdiffusion.distributed.initialize import ClusterConfig, Timeouts, detect_cluster
-from maxdiffusion.distributed.service import NoAnswer, UnsupportedJax, is_multiprocess, this_process
 from tests.distributed.memory_service import MemoryClient, services
 
 

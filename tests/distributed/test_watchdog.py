@@ -2,8 +2,8 @@
 
 import pytest
 
+from maxdiffusion.distributed.coordination import Process
 from maxdiffusion.distributed.initialize import Timeouts
-from maxdiffusion.distributed.service import Process
 from maxdiffusion.distributed.watchdog import (
     GRACE_SECONDS,
     Diagnosis,

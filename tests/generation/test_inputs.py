@@ -5,7 +5,7 @@ import pytest
 from PIL import Image
 
 from maxdiffusion.config import load_config
-from maxdiffusion.config.prompt_lines import VideoRequestLine
+from maxdiffusion.config.validate import VideoRequestLine
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.generation import inputs as module
 from maxdiffusion.generation.inputs import (

@@ -17,6 +17,7 @@ from maxdiffusion.distributed.coordination import (
     all_processes,
     assert_same_result,
     barrier,
+    joined_service,
 )
 from maxdiffusion.distributed.initialize import (
     ClusterConfig,
@@ -25,7 +26,6 @@ from maxdiffusion.distributed.initialize import (
     detect_cluster,
     join,
 )
-from maxdiffusion.distributed.service import joined_service
 from maxdiffusion.distributed.watchdog import Watchdog
 from maxdiffusion.generation.generate import check_same, generate
 from maxdiffusion.mesh import MeshShape, build_mesh

@@ -20,8 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.diffusion import Sampler, step_row
-from maxdiffusion.diffusion.guidance import Guidance
-from maxdiffusion.diffusion.run_plan import PlannedStep, RunPlan
+from maxdiffusion.diffusion.guidance import Guidance, PlannedStep, RunPlan
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer

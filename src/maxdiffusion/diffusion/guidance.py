@@ -1,10 +1,16 @@
 """Guidance: the model's batch made from the latents, and one velocity from its answer."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
+
+from maxdiffusion.diffusion.sampler import Sampler
+from maxdiffusion.errors import Collector, Problem
 
 NO_GUIDANCE = 1.0
 """Up to this scale the negative prompt has no weight."""
@@ -78,3 +84,120 @@ class Unguided(Guidance):
         self, velocity: Float[Array, "B_guided F Y X C"], scale: Float[Array, ""]
     ) -> Float[Array, "B F Y X C"]:
         return velocity
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """One step of a run: its expert, its guidance and the scale of it."""
+
+    index: int
+    timestep: float
+    high_noise: bool
+    guidance: Guidance
+    guidance_scale: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlan:
+    """All steps of a run."""
+
+    steps: tuple[PlannedStep, ...]
+
+    def __iter__(self) -> Iterator[PlannedStep]:
+        return iter(self.steps)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @property
+    def guidance(self) -> Guidance:
+        """Classifier-free guidance if any step needs it; otherwise the prompt alone."""
+        return max(self.guidances, key=lambda guidance: guidance.copies)
+
+    @property
+    def guidances(self) -> tuple[Guidance, ...]:
+        """The kinds of guidance that steps have, in order of their first use."""
+        return tuple(dict.fromkeys(step.guidance for step in self.steps))
+
+    def guidances_of(self, *, high_noise: bool) -> tuple[Guidance, ...]:
+        """The kinds of guidance that the steps of one expert have."""
+        steps = [step for step in self.steps if step.high_noise == high_noise]
+        return tuple(dict.fromkeys(step.guidance for step in steps))
+
+    def describe(self) -> str:
+        """Returns one line, such as `steps: 2 high-noise guided, 2 low-noise prompt only`."""
+        both = len({step.high_noise for step in self.steps}) == 2
+        parts = []
+        for (high_noise, guidance), group in groupby(self.steps, key=_kind):
+            expert = "high-noise " if high_noise else "low-noise "
+            guided = "guided" if guidance.copies == 2 else "prompt only"
+            parts.append(f"{len([*group])} {expert if both else ''}{guided}")
+        return f"steps: {', '.join(parts)}"
+
+
+def _kind(step: PlannedStep) -> tuple[bool, Guidance]:
+    return step.high_noise, step.guidance
+
+
+def plan_run(
+    sampler: Sampler,
+    *,
+    scales: GuidanceScales,
+    boundary_ratio: float | None,
+    boundary_step_index: int | None = None,
+    guidance_end_step: int | None = None,
+) -> RunPlan:
+    """Returns the plan of a run.
+
+    The high-noise expert runs for `boundary_step_index` steps or, by default, while the timestep is
+    at least `boundary_ratio` of the training steps; always if both are None. Steps from
+    `guidance_end_step` on, and those of an expert whose scale is 1, compute the prompt only.
+    """
+    check_step_numbers(
+        steps=sampler.steps,
+        boundary_step_index=boundary_step_index,
+        guidance_end_step=guidance_end_step,
+    )
+    high_noise_steps = boundary_step_index
+    if high_noise_steps is None:
+        boundary = 0.0 if boundary_ratio is None else boundary_ratio * sampler.train_timesteps
+        high_noise_steps = int(np.sum(sampler.timesteps >= boundary))  # timesteps fall
+    end = sampler.steps if guidance_end_step is None else guidance_end_step
+
+    def planned(index: int) -> PlannedStep:
+        high_noise = index < high_noise_steps
+        scale = scales.high_noise if high_noise else scales.low_noise
+        guided = scales.active and index < end and scale != NO_GUIDANCE
+        return PlannedStep(
+            index=index,
+            timestep=float(sampler.timesteps[index]),
+            high_noise=high_noise,
+            guidance=ClassifierFree() if guided else Unguided(),
+            guidance_scale=scale if guided else NO_GUIDANCE,
+        )
+
+    return RunPlan(steps=tuple(planned(index) for index in range(sampler.steps)))
+
+
+def check_step_numbers(
+    *, steps: int, boundary_step_index: int | None, guidance_end_step: int | None
+) -> None:
+    """Raises every step number that the run does not have."""
+    limits = {
+        "boundary_step_index": (boundary_step_index, 0),
+        "guidance_end_step": (guidance_end_step, 1),
+    }
+    Collector(
+        [
+            Problem(
+                name=name,
+                value=value,
+                rule=f"must be from {least} to the {steps} steps of the run",
+                remedy="Set guidance scales to 1 to turn guidance off"
+                if name == "guidance_end_step"
+                else "It is the number of steps of the high-noise expert",
+            )
+            for name, (value, least) in limits.items()
+            if value is not None and not least <= value <= steps
+        ]
+    ).raise_if_any()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from maxdiffusion.distributed.service import UnsupportedJax, auto_detect
+from maxdiffusion.distributed.coordination import UnsupportedJax, auto_detect
 from maxdiffusion.errors import STOPPED, Collector, Problem, ProblemsFound, RunFailed
 
 GRACE_SECONDS = 60  # jax aborts this long after our own deadline

@@ -29,8 +29,8 @@ from typing import Any, NoReturn, final
 
 import jax
 
+from maxdiffusion.distributed.coordination import Process, Service, joined_service
 from maxdiffusion.distributed.initialize import Timeouts, is_listening, report_exit
-from maxdiffusion.distributed.service import Process, Service, joined_service
 from maxdiffusion.errors import STOPPED
 from maxdiffusion.runtime.files import remove_unfinished
 from maxdiffusion.runtime.progress import PROGRESS, ProgressSnapshot

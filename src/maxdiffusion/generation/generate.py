@@ -52,7 +52,7 @@ from maxdiffusion.generation.tasks import video_shape_of
 from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes
 from maxdiffusion.pipelines.request import Request
-from maxdiffusion.pipelines.tasks import TextToVideo
+from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
 from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers

@@ -20,13 +20,11 @@ from typing import cast
 
 from maxdiffusion.config import Config
 from maxdiffusion.config.input_fields import stated_inputs
-from maxdiffusion.config.prompt_lines import PATHS, VideoRequestLine
+from maxdiffusion.config.validate import PATHS, VideoRequestLine
 from maxdiffusion.errors import Collector, Problem
 from maxdiffusion.pipelines.preprocess.images import ImageFit, Size, aspect_note
-from maxdiffusion.pipelines.tasks import VisualInputs
+from maxdiffusion.pipelines.tasks.base import VisualInputs
 from maxdiffusion.runtime.images import (
-    InputFrames,
-    InputImage,
     fetch_image,
     fetch_video,
     image_size,
@@ -34,6 +32,7 @@ from maxdiffusion.runtime.images import (
     load_image,
     load_video,
 )
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
 NO_LINE = VideoRequestLine(prompt="")
 

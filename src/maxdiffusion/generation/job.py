@@ -16,14 +16,14 @@ from typing import Any
 import jax
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
+from maxdiffusion.attention.options import searched_row
 from maxdiffusion.attention.registry import DOT_PRODUCT
-from maxdiffusion.attention.tuning import searched_row
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder, component_digests, is_hub_id
 from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
-from maxdiffusion.config.prompt_lines import VideoRequestLine, read_request_lines
 from maxdiffusion.config.validate import (
     AUTO,
+    VideoRequestLine,
     check_attention_name,
     check_guidance,
     check_output,
@@ -31,11 +31,11 @@ from maxdiffusion.config.validate import (
     check_refused,
     check_steps,
     check_vae,
+    read_request_lines,
 )
 from maxdiffusion.diffusion.guidance import GuidanceScales
 from maxdiffusion.diffusion.registry import find_sampler
-from maxdiffusion.distributed.coordination import assert_equal_across_processes
-from maxdiffusion.distributed.service import is_multiprocess
+from maxdiffusion.distributed.coordination import assert_equal_across_processes, is_multiprocess
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
     guidance_scales,

@@ -30,9 +30,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from maxdiffusion import __version__
-from maxdiffusion.config.prompt_lines import VideoRequestLine
-from maxdiffusion.distributed.coordination import broadcast_from_first
-from maxdiffusion.distributed.service import is_multiprocess
+from maxdiffusion.config.validate import VideoRequestLine
+from maxdiffusion.distributed.coordination import broadcast_from_first, is_multiprocess
 from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.runtime.files import (
     CacheKey,

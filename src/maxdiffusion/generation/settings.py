@@ -18,14 +18,13 @@ from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
 from maxdiffusion.config import Config
 from maxdiffusion.config.validate import check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
-from maxdiffusion.diffusion.guidance import GuidanceScales
-from maxdiffusion.diffusion.run_plan import RunPlan, plan_run
+from maxdiffusion.diffusion.guidance import GuidanceScales, RunPlan, plan_run
 from maxdiffusion.models.vae import Tiling
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
 from maxdiffusion.pipelines.request import VideoShape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec
-from maxdiffusion.pipelines.tasks import Task, TextToVideo
+from maxdiffusion.pipelines.tasks.base import Task, TextToVideo
 from maxdiffusion.runtime.files import FilePath, as_path
 from maxdiffusion.runtime.profiling import ProfilePlan
 

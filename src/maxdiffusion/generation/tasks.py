@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, cast
 
 from maxdiffusion.config import Config
 from maxdiffusion.config.input_fields import stated_inputs
-from maxdiffusion.config.prompt_lines import VideoRequestLine
+from maxdiffusion.config.validate import VideoRequestLine
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import program_shape
 from maxdiffusion.pipelines.programs import ProgramShape
 from maxdiffusion.pipelines.request import VideoShape, check_video_shape
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import Task, TextToVideo, VisualInputs
+from maxdiffusion.pipelines.tasks.base import Task, TextToVideo, VisualInputs
 
 if TYPE_CHECKING:
     from maxdiffusion.generation.inputs import InputLoader, InputRules
@@ -73,19 +73,19 @@ class LineTasks:
         """Returns the task of a line; raises if the model cannot do it."""
         config, fit = self.config, cast("ImageFit", self.config.image_fit)
         if self.spec.transformer.control_layers:
-            from maxdiffusion.pipelines.vace import control_task
+            from maxdiffusion.pipelines.tasks.vace import control_task
 
             references = line.reference_images or config.reference_images
             return control_task(
                 self.spec, config.conditioning_scale, references=len(references), fit=fit
             )
         if line.video or config.video_path:
-            from maxdiffusion.pipelines.video_to_video import VideoToVideo
+            from maxdiffusion.pipelines.tasks.video_to_video import VideoToVideo
 
             return VideoToVideo(strength=config.strength, fit=fit)
         if not (line.image or config.image_url):
             return TEXT
-        from maxdiffusion.pipelines.image_to_video import image_task
+        from maxdiffusion.pipelines.tasks.image_to_video import image_task
 
         last = bool(line.last_image or config.last_image_path)
         return image_task(self.spec, last=last, fit=fit)

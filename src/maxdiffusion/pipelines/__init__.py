@@ -5,10 +5,10 @@ from typing import Any
 
 MODULES = {
     "WanPipeline": "wan",
-    "WanImageToVideoPipeline": "image_to_video",
-    "WanAnimatePipeline": "animate",
-    "WanVACEPipeline": "vace",
-    "WanVideoToVideoPipeline": "video_to_video",
+    "WanImageToVideoPipeline": "tasks.image_to_video",
+    "WanAnimatePipeline": "tasks.animate",
+    "WanVACEPipeline": "tasks.vace",
+    "WanVideoToVideoPipeline": "tasks.video_to_video",
 }
 """The module of each pipeline; adding a pipeline is one file and one row."""
 

@@ -35,7 +35,7 @@ from maxdiffusion.models.vae import SpatialSharding
 from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
-from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo
+from maxdiffusion.pipelines.tasks.base import LatentShape, Task, TextToVideo
 
 
 @dataclass(frozen=True, kw_only=True)

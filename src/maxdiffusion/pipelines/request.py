@@ -12,13 +12,12 @@ import numpy as np
 from jaxtyping import Float
 
 from maxdiffusion.diffusion import Sampler, from_scheduler_config
-from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales
-from maxdiffusion.diffusion.run_plan import RunPlan, plan_run
+from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales, RunPlan, plan_run
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import WanTransformerConfig
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import LatentShape, Task, TextToVideo, VisualInputs
+from maxdiffusion.pipelines.tasks.base import LatentShape, Task, TextToVideo, VisualInputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
-from maxdiffusion.diffusion.run_plan import PlannedStep
+from maxdiffusion.diffusion.guidance import PlannedStep
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.models.umt5.checkpoint import umt5_map
@@ -43,7 +43,7 @@ from maxdiffusion.pipelines.programs import (
 from maxdiffusion.pipelines.request import Request, latent_shape, request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec, open_wan_folder
-from maxdiffusion.pipelines.tasks import Conditions, Encoders
+from maxdiffusion.pipelines.tasks.base import Conditions, Encoders
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
 from maxdiffusion.runtime.files import FilePath
 from maxdiffusion.runtime.timing import StepTime

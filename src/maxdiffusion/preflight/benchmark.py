@@ -24,15 +24,14 @@ from jax.sharding import NamedSharding
 from maxdiffusion import __version__
 from maxdiffusion.config.load import read_config
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
-from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales
-from maxdiffusion.diffusion.run_plan import plan_run
+from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales, plan_run
 from maxdiffusion.distributed.coordination import (
     PREEMPTION,
     Preempted,
     all_gather_str,
     broadcast_from_first,
+    this_process,
 )
-from maxdiffusion.distributed.service import this_process
 from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
 from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.generation.settings import sampler

@@ -24,15 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float32, UInt8
+from jaxtyping import UInt8
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.runtime.files import FilePath, as_path, local_copy, open_binary
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
-# Of any size: a function that resizes takes one and returns another.
-InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
-InputFrames: TypeAlias = UInt8[np.ndarray, "_ _ _ 3"] | Float32[np.ndarray, "_ _ _ 3"]
 ImageSource: TypeAlias = Any
 """Path, address, bytes, Pillow image or array; `load_image` says what it refuses."""
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import av
 import numpy as np
@@ -28,13 +28,18 @@ from av.sidedata.sidedata import SideDataContainer
 from av.sidedata.sidedata import Type as SideDataType
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 from av.video.stream import VideoStream
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Float32, UInt8
+from PIL import Image
 
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.runtime.files import FilePath, replacing
 
 Frames = Float[np.ndarray, "F Y X 3"] | UInt8[np.ndarray, "F Y X 3"]
 Filter = tuple[str, str]  # name and arguments
+# Of any size: a function that resizes takes one and returns another.
+InputImage: TypeAlias = Image.Image | Float32[np.ndarray, "_ _ 3"]
+InputFrames: TypeAlias = UInt8[np.ndarray, "_ _ _ 3"] | Float32[np.ndarray, "_ _ _ 3"]
+
 T = TypeVar("T")
 
 CODEC = "libx264"

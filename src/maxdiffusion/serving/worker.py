@@ -26,8 +26,11 @@ from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
 from maxdiffusion.diffusion.denoise import NotFiniteError, initial_noise
 from maxdiffusion.diffusion.registry import SAMPLERS
-from maxdiffusion.distributed.coordination import all_gather_str, broadcast_from_first
-from maxdiffusion.distributed.service import is_multiprocess
+from maxdiffusion.distributed.coordination import (
+    all_gather_str,
+    broadcast_from_first,
+    is_multiprocess,
+)
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.generate import check_same, start_up_plan
 from maxdiffusion.generation.job import ResolvedJob, resolve_job

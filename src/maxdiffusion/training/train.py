@@ -20,8 +20,7 @@ from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
 from maxdiffusion.config.validate import check_profile
 from maxdiffusion.diffusion.registry import find_sampler
-from maxdiffusion.distributed.coordination import assert_equal_across_processes
-from maxdiffusion.distributed.service import is_multiprocess
+from maxdiffusion.distributed.coordination import assert_equal_across_processes, is_multiprocess
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
     profile_notes,

@@ -28,7 +28,7 @@ from maxdiffusion.attention.backends.base import (
     check_pallas,
 )
 from maxdiffusion.attention.masks import LocalKVMask
-from maxdiffusion.attention.tuning import flash_blocks
+from maxdiffusion.attention.options import flash_blocks
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.kernels import flash
 from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS

@@ -14,7 +14,7 @@ from maxdiffusion.attention.backends.base import (
     check_pallas,
 )
 from maxdiffusion.attention.masks import LocalKVMask
-from maxdiffusion.attention.tuning import SPLASH_FORWARD, splash_blocks
+from maxdiffusion.attention.options import SPLASH_FORWARD, splash_blocks
 from maxdiffusion.errors import Collector
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.kernels.splash import (

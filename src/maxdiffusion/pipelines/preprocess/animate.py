@@ -35,7 +35,7 @@ from maxdiffusion.pipelines.preprocess.images import (
     to_8_bits,
 )
 from maxdiffusion.pipelines.preprocess.videos import VideoPixels, from_8_bits, resized_frames
-from maxdiffusion.runtime.images import InputFrames, InputImage
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
 FACE_SIZE = 512  # motion_encoder_size of the released model
 SPATIAL_FACTOR = 8

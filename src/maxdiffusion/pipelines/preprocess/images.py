@@ -22,7 +22,8 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.runtime.images import InputImage, image_size
+from maxdiffusion.runtime.images import image_size
+from maxdiffusion.runtime.video import InputImage
 
 ImageFit: TypeAlias = Literal["stretch", "crop", "pad"]
 FITS: tuple[ImageFit, ...] = ("stretch", "crop", "pad")

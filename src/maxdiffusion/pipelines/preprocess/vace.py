@@ -36,7 +36,8 @@ from maxdiffusion.pipelines.preprocess.videos import (
     video_pixels,
     whole_latent_frames,
 )
-from maxdiffusion.runtime.images import InputFrames, InputImage, image_size
+from maxdiffusion.runtime.images import image_size
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
 SPATIAL_FACTOR = 8  # pixels of a latent pixel, along each side
 WHITE = 1.0

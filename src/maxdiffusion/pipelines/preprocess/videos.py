@@ -18,7 +18,8 @@ from maxdiffusion.pipelines.preprocess.images import (
     fit_pixels,
     to_8_bits,
 )
-from maxdiffusion.runtime.images import InputFrames, frame_images
+from maxdiffusion.runtime.images import frame_images
+from maxdiffusion.runtime.video import InputFrames
 
 VideoPixels: TypeAlias = Float32[np.ndarray, "F Y X 3"]
 

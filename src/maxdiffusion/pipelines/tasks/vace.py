@@ -21,7 +21,7 @@ from maxdiffusion.pipelines.preprocess.vace import check_vace_inputs, vace_input
 from maxdiffusion.pipelines.preprocess.videos import latent_frames
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import (
+from maxdiffusion.pipelines.tasks.base import (
     Conditions,
     Encoders,
     LatentShape,

@@ -19,7 +19,6 @@ from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
 from maxdiffusion.models.wan.config import MASK_CHANNELS
-from maxdiffusion.pipelines.image_to_video import tokens_of
 from maxdiffusion.pipelines.preprocess.animate import (
     SegmentInputs,
     Segments,
@@ -29,7 +28,7 @@ from maxdiffusion.pipelines.preprocess.animate import (
 from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, ImageFit
 from maxdiffusion.pipelines.request import Request, channels_last, request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import (
+from maxdiffusion.pipelines.tasks.base import (
     Conditions,
     Encoders,
     LatentShape,
@@ -37,6 +36,7 @@ from maxdiffusion.pipelines.tasks import (
     VisualInputs,
     shape_of,
 )
+from maxdiffusion.pipelines.tasks.image_to_video import tokens_of
 from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput
 from maxdiffusion.runtime.images import ImageSource, load_image, load_video
 

@@ -31,7 +31,7 @@ from maxdiffusion.pipelines.preprocess.images import (
 )
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.tasks import (
+from maxdiffusion.pipelines.tasks.base import (
     Conditions,
     Encoders,
     LatentShape,
@@ -40,7 +40,8 @@ from maxdiffusion.pipelines.tasks import (
     shape_of,
 )
 from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput
-from maxdiffusion.runtime.images import ImageSource, InputImage, load_image
+from maxdiffusion.runtime.images import ImageSource, load_image
+from maxdiffusion.runtime.video import InputImage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from maxdiffusion.pipelines.preprocess.videos import (
     whole_latent_frames,
 )
 from maxdiffusion.pipelines.request import request_from_arguments
-from maxdiffusion.pipelines.tasks import (
+from maxdiffusion.pipelines.tasks.base import (
     Conditions,
     Encoders,
     LatentShape,

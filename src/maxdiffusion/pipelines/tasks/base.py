@@ -25,7 +25,7 @@ from jaxtyping import Float, Float32
 from maxdiffusion.diffusion import Sampler
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
-from maxdiffusion.runtime.images import InputFrames, InputImage
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
 
 @dataclass(frozen=True, kw_only=True)
