@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxdiffusion.attention.masks import fold_batch, fold_mask, head_groups, unfold_batch
+from maxdiffusion.attention.problem import fold_batch, fold_mask, head_groups, unfold_batch
 
 
 def test_folding_is_undone():

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from maxdiffusion.attention.masks import KVMask, LocalKVMask
+from maxdiffusion.attention.problem import KVMask, LocalKVMask
 
 
 def test_only_the_last_shards_hold_padding():

@@ -18,9 +18,8 @@ from maxdiffusion.attention.backends.dense import DenseBackend
 from maxdiffusion.attention.backends.flash import FlashBackend
 from maxdiffusion.attention.backends.splash import TokamaxSplashBackend
 from maxdiffusion.attention.context_parallel import Collective, ContextParallel, LocalKV
-from maxdiffusion.attention.masks import KVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem
+from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem
 from maxdiffusion.attention.registry import ATTENTION_OPS, AttentionOp
 from maxdiffusion.mesh import CONTEXT_AXES
 from tests.attention.cases import (

@@ -9,7 +9,8 @@ import pytest
 
 from maxdiffusion.diffusion import UniPC, step_row
 from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler, FlowMatchLCM, step_noise
+from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
+from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM, step_noise
 from maxdiffusion.errors import ProblemsFound
 
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "samplers.npz")

@@ -10,7 +10,8 @@ from functools import partial
 import numpy as np
 
 from maxdiffusion.cli.commands import GENERATE
-from maxdiffusion.cli.entry import run_distributed, with_config
+from maxdiffusion.cli.distributed_run import run_distributed
+from maxdiffusion.cli.entry import with_config
 from maxdiffusion.config import ParsedConfig
 from maxdiffusion.generation.generate import generate
 from maxdiffusion.generation.resume import Provenance, Video, write_file

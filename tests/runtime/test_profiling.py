@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
+from maxdiffusion.runtime.timing import ProfilePlan, Profiler
 from tests import object_storage
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxdiffusion.errors import ProblemsFound
-from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
+from maxdiffusion.runtime.timing import ProfilePlan, Profiler
 from maxdiffusion.runtime.traces import HostProfile, _on_device, read_profiles, scope_of, table
 
 

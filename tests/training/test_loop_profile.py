@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
+from maxdiffusion.runtime.timing import ProfilePlan, Profiler
 from maxdiffusion.training.data.batches import Batches, Order
 from maxdiffusion.training.run import Loop, LoopPlan
 from maxdiffusion.training.step import make_step

@@ -19,9 +19,13 @@ from jaxtyping import Array, Bool, Float, Int
 from maxdiffusion.attention.backends import AnyBackend, Precision, Softmax
 from maxdiffusion.attention.backends.base import count_fixed_m_eligible_heads
 from maxdiffusion.attention.context_parallel import Collective, ContextParallel, Partitioning
-from maxdiffusion.attention.masks import KVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, UnsupportedAttention
+from maxdiffusion.attention.problem import (
+    AttentionProblem,
+    KVMask,
+    LocalProblem,
+    UnsupportedAttention,
+)
 from maxdiffusion.attention.registry import (
     ATTENTION_OPS,
     DOT_PRODUCT,
@@ -36,7 +40,7 @@ from maxdiffusion.kernels.qk_prep import (
 )
 from maxdiffusion.kernels.reference import pad_length
 from maxdiffusion.kernels.tpu import LANES
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 Q_NAME, K_NAME, V_NAME, OUT_NAME = "query_proj", "key_proj", "value_proj", "attn_output"
 """Names under which a rematerialisation policy finds the inputs and the output of a plan."""

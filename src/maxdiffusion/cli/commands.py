@@ -38,7 +38,7 @@ TRAINING = (
 
 def generate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Makes the videos of a config, on all processes of the job."""
-    from maxdiffusion.cli.entry import run_distributed
+    from maxdiffusion.cli.distributed_run import run_distributed
     from maxdiffusion.generation.generate import generate
 
     search_tiles = None
@@ -52,7 +52,7 @@ def generate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
 def serve(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Serves videos over HTTP, on all processes of the job."""
     require_serving()
-    from maxdiffusion.cli.entry import run_distributed
+    from maxdiffusion.cli.distributed_run import run_distributed
     from maxdiffusion.serving.server import serve
 
     run_distributed(parsed, serve)
@@ -73,7 +73,7 @@ def require_serving() -> None:
 
 def train(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Trains the transformers of a config, on all processes of the job."""
-    from maxdiffusion.cli.entry import run_distributed
+    from maxdiffusion.cli.distributed_run import run_distributed
     from maxdiffusion.training.train import train
 
     run_distributed(parsed, train)
@@ -81,7 +81,7 @@ def train(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
 
 def preprocess(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Encodes the training clips of a config, on all processes of the job."""
-    from maxdiffusion.cli.entry import run_distributed
+    from maxdiffusion.cli.distributed_run import run_distributed
     from maxdiffusion.training.train import preprocess
 
     run_distributed(parsed, preprocess)

@@ -2,7 +2,7 @@
 
 A new field is one `setting` here and the code that reads it: loading, `print_config`, error
 messages and docs/configuration.md follow from the declaration. Public keys that this program does
-not act on are data in `compat.py`. Fields of image and video inputs are in `input_fields.py`.
+not act on are data in `compat.py`. Fields of inputs and of the server are in `io_fields.py`.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from maxdiffusion.config.fields import (
     field_group,
     setting,
 )
-from maxdiffusion.config.input_fields import InputFields
+from maxdiffusion.config.io_fields import InputFields, ServingFields
 
 POSITIVE = Integer(minimum=1)
 NON_NEGATIVE = Integer(minimum=0)
@@ -483,79 +483,6 @@ class VaeFields:
     vae_tile_width: int = setting(256, "Columns of a tile, in pixels.", PIXELS_8)
     vae_tile_stride_height: int = setting(192, "Rows from one tile to the next.", PIXELS_8)
     vae_tile_stride_width: int = setting(192, "Columns from one tile to the next.", PIXELS_8)
-
-
-@field_group
-class ServingFields:
-    """Address, queue, sizes, limits and storage of serve_wan."""
-
-    serve_host: str = setting(
-        "127.0.0.1", "Address that serve_wan listens on; beyond this machine a key is required."
-    )
-    serve_port: int = setting(
-        8000, "Port of serve_wan; 0 takes a free one.", Integer(minimum=0, maximum=65535)
-    )
-    serve_dir: str = setting("serve", "Folder of the queue, its state and unfinished work.")
-    serve_database_url: str = setting(
-        "",
-        "Queue shared by several servers, such as postgresql+psycopg://user@host/name; empty = a "
-        "file in serve_dir.",
-    )
-    serve_sizes: tuple[str, ...] = setting(
-        (),
-        "Sizes WIDTHxHEIGHTxFRAMES that are compiled before the server is ready; empty = the one "
-        "of width, height and num_frames.",
-        ListOf(Text()),
-    )
-    serve_other_sizes: str = setting(
-        "refuse",
-        "Requests of other sizes: refuse them with the list, or compile when they come.",
-        Choice(("refuse", "compile")),
-    )
-    serve_keys_file: str = setting(
-        "",
-        "File of API keys, one `name:key` per line; the variable MAXDIFFUSION_API_KEYS has the "
-        "same lines. Empty = no keys.",
-    )
-    serve_allowed_hosts: tuple[str, ...] = setting(
-        (),
-        "Names that clients may use for this server; empty = those of this machine, or any "
-        "where keys are required.",
-        ListOf(Text()),
-    )
-    serve_max_queue: int = setting(1000, "Jobs that may wait or run; more are refused.", POSITIVE)
-    serve_max_jobs_per_key: int = setting(
-        1000, "Jobs of one key that may wait or run; more are refused.", POSITIVE
-    )
-    serve_max_steps: int = setting(200, "Most denoise steps of a request.", POSITIVE)
-    serve_max_upload_bytes: int = setting(
-        20_000_000, "Most bytes in the body of a request.", Integer(minimum=1000)
-    )
-    serve_keep_hours: float = setting(
-        168.0,
-        "Hours that finished jobs and their videos are kept; 0 = for ever.",
-        Number(minimum=0),
-    )
-    serve_keep_bytes: int = setting(
-        0,
-        "Most bytes of finished videos; the oldest are deleted first. 0 = no limit.",
-        NON_NEGATIVE,
-    )
-    serve_free_bytes: int = setting(
-        1_000_000_000, "New jobs are refused while the disk has less free space.", NON_NEGATIVE
-    )
-    serve_attempts: int = setting(
-        3, "Starts of a job that ends the whole server; then it has failed.", POSITIVE
-    )
-    serve_lease_seconds: int = setting(
-        60,
-        "With serve_database_url: a job whose server gives no sign for this long goes back to the "
-        "queue.",
-        Integer(minimum=2),
-    )
-    serve_stop_seconds: int = setting(
-        25, "Seconds from SIGTERM to the end; a step that takes longer is given up.", POSITIVE
-    )
 
 
 @field_group

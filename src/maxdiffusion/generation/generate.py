@@ -47,8 +47,8 @@ from maxdiffusion.generation.settings import (
     run_plan,
     sampler,
     use_compilation_cache,
+    video_shape_of,
 )
-from maxdiffusion.generation.tasks import video_shape_of
 from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes
 from maxdiffusion.pipelines.request import Request
@@ -56,9 +56,8 @@ from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
 from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers
-from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import PROGRESS, bytes_bar, steps_bar
-from maxdiffusion.runtime.timing import Stage, Timings, describe_hosts
+from maxdiffusion.runtime.timing import Profiler, Stage, Timings, describe_hosts
 from maxdiffusion.runtime.tpu_flags import describe_flags, target_chip
 
 logger = logging.getLogger(__name__)

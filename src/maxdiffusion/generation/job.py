@@ -38,13 +38,13 @@ from maxdiffusion.diffusion.registry import find_sampler
 from maxdiffusion.distributed.coordination import assert_equal_across_processes, is_multiprocess
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
+    LineTasks,
     guidance_scales,
     pipeline_settings,
     run_plan,
     transformer_files,
     use_aot_cache,
 )
-from maxdiffusion.generation.tasks import LineTasks
 from maxdiffusion.mesh import MeshDevice, build_mesh
 from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.mesh.resolve import AxisSizes, MeshRequest, MeshSplit, resolve

@@ -6,9 +6,11 @@ profile    steps to trace
 """
 
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,17 +18,19 @@ import jax.numpy as jnp
 from maxdiffusion.attention import AttentionOptions, BlockSizes
 from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
 from maxdiffusion.config import Config
-from maxdiffusion.config.validate import check_writable
+from maxdiffusion.config.io_fields import stated_inputs
+from maxdiffusion.config.validate import VideoRequestLine, check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
 from maxdiffusion.diffusion.guidance import GuidanceScales, RunPlan, plan_run
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import Tiling
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
-from maxdiffusion.pipelines.request import VideoShape, latent_shape
+from maxdiffusion.pipelines.request import VideoShape, check_video_shape, latent_shape
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec
-from maxdiffusion.pipelines.tasks.base import Task, TextToVideo
+from maxdiffusion.pipelines.tasks.base import Task, TextToVideo, VisualInputs
 from maxdiffusion.runtime.files import FilePath, as_path
-from maxdiffusion.runtime.profiling import ProfilePlan
+from maxdiffusion.runtime.timing import ProfilePlan
 
 WAN_2_1_GUIDANCE = 5.0
 """The guidance scale that WAN 2.1 is published with."""
@@ -212,3 +216,136 @@ def profile_notes(config: Config) -> tuple[str, ...]:
     """Returns the lines of a start-up plan about the profile."""
     plan = profile_plan(config)
     return () if plan is None else (plan.describe(),)
+
+
+if TYPE_CHECKING:
+    from maxdiffusion.generation.inputs import InputLoader, InputRules
+    from maxdiffusion.pipelines.preprocess.images import ImageFit
+
+TEXT = TextToVideo()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LineTasks:
+    """Tasks and inputs of the lines of a job."""
+
+    config: Config
+    spec: WanSpec
+
+    @property
+    def takes_inputs(self) -> bool:
+        """True if the model is conditioned on images or videos, in some of its tasks at least."""
+        spec = self.spec
+        return (
+            spec.image_channels
+            or spec.time_per_token
+            or bool(spec.transformer.control_layers)
+            or bool(self.config.video_path)
+        )
+
+    def check(self, lines: Sequence[VideoRequestLine]) -> tuple[str, ...]:
+        """Opens the inputs of all lines and returns notes for the plan; raises every problem."""
+        problems = Collector()
+        notes: tuple[str, ...] = ()
+        with problems:
+            check_model_type(self.config, self.spec)
+        for video in {video_shape_of(self.config, line): None for line in lines}:
+            with problems:
+                check_video_shape(video, self.spec.vae, self.spec.transformer)
+        if self.takes_inputs or states_inputs(self.config, lines):
+            with problems:
+                notes = self._loader.check(lines)
+            with problems:
+                for line in lines:
+                    self.task(line)
+        problems.raise_if_any()
+        return notes
+
+    def task(self, line: VideoRequestLine) -> Task:
+        """Returns the task of a line; raises if the model cannot do it."""
+        config, fit = self.config, cast("ImageFit", self.config.image_fit)
+        if self.spec.transformer.control_layers:
+            from maxdiffusion.pipelines.tasks.vace import control_task
+
+            references = line.reference_images or config.reference_images
+            return control_task(
+                self.spec, config.conditioning_scale, references=len(references), fit=fit
+            )
+        if line.video or config.video_path:
+            from maxdiffusion.pipelines.tasks.video_to_video import VideoToVideo
+
+            return VideoToVideo(strength=config.strength, fit=fit)
+        if not (line.image or config.image_url):
+            return TEXT
+        from maxdiffusion.pipelines.tasks.image_to_video import image_task
+
+        last = bool(line.last_image or config.last_image_path)
+        return image_task(self.spec, last=last, fit=fit)
+
+    def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
+        """Returns the sizes that the programs of a line are compiled for."""
+        task = self.task(line) if self.takes_inputs else TEXT
+        video = video_shape_of(self.config, line)
+        return program_shape(self.config, self.spec, videos, video=video, task=task)
+
+    def inputs(self, line: VideoRequestLine) -> VisualInputs | None:
+        """Returns the images and videos of a line; None if its task has none."""
+        if not self.takes_inputs:
+            return None
+        return self._loader.load(line)
+
+    @cached_property
+    def _loader(self) -> "InputLoader":
+        from maxdiffusion.generation.inputs import InputLoader
+
+        return InputLoader(self.config, self._rules())
+
+    def _rules(self) -> "InputRules":
+        from maxdiffusion.generation import inputs
+
+        if self.spec.transformer.control_layers:
+            return inputs.VACE
+        if self.config.video_path and not self.spec.image_channels:
+            return inputs.VIDEO_TO_VIDEO
+        if self.spec.time_per_token:
+            return inputs.TEXT_OR_IMAGE_TO_VIDEO
+        if not self.spec.image_channels:
+            return inputs.TEXT_TO_VIDEO
+        if self.spec.image_encoder is None:
+            return inputs.IMAGE_TO_VIDEO
+        if self.spec.transformer.image_positions is None:
+            return inputs.IMAGE_TO_VIDEO.without("last_image")
+        return inputs.IMAGE_TO_VIDEO.requiring("last_image")
+
+
+def video_shape_of(config: Config, line: VideoRequestLine) -> VideoShape:
+    """Returns the size of a line's video; a line has precedence over the config."""
+    return VideoShape(
+        height=line.height or config.height,
+        width=line.width or config.width,
+        num_frames=line.num_frames or config.num_frames,
+    )
+
+
+def states_inputs(config: Config, lines: Sequence[VideoRequestLine]) -> bool:
+    """Returns whether the config or a line names an image or a video."""
+    bare = VideoRequestLine(prompt="")
+    kept = ("prompt", "seed", "height", "width", "num_frames", "source")
+    return any(stated_inputs(config).values()) or any(
+        replace(line, **{name: vars(bare)[name] for name in kept}) != bare for line in lines
+    )
+
+
+def check_model_type(config: Config, spec: WanSpec) -> None:
+    """Raises if `model_type` is not that of the model."""
+    possible = ("I2V",) if spec.image_channels else ("T2V", "I2V")
+    possible = possible if spec.image_channels or spec.time_per_token else ("T2V",)
+    if config.model_type not in possible:
+        problem = Problem(
+            name="model_type",
+            value=config.model_type,
+            rule=f"{config.pretrained_model_name_or_path!r} is a model of type "
+            f"{' and '.join(possible)}",
+            remedy=f"Use model_type={possible[0]}, or another model",
+        )
+        raise ProblemsFound([problem])

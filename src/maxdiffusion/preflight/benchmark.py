@@ -39,8 +39,8 @@ from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.preflight.command import plan_on
 from maxdiffusion.preflight.plots import Line, line_chart
 from maxdiffusion.preflight.ranking import entry_overrides
-from maxdiffusion.runtime.profiling import ProfilePlan, Profiler
 from maxdiffusion.runtime.progress import PROGRESS
+from maxdiffusion.runtime.timing import ProfilePlan, Profiler
 
 logger = logging.getLogger(__name__)
 

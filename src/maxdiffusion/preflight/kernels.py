@@ -24,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
 from maxdiffusion.attention.backends import LocalReducer
-from maxdiffusion.attention.masks import KVMask
+from maxdiffusion.attention.problem import KVMask
 from maxdiffusion.config.load import read_config
 from maxdiffusion.costs.chips import Chip, read_topology
 from maxdiffusion.costs.step_time import KernelFigures, kernel_plans

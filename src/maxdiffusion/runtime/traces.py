@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 # Operations that contain others; their time would be counted twice.
 _CONTAINERS = frozenset(["while", "conditional", "call", "async-start", "async-done"])

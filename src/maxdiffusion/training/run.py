@@ -21,8 +21,8 @@ from maxdiffusion.distributed.coordination import listen_for_preemption
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.generation.settings import profile_plan
 from maxdiffusion.runtime.files import as_path, check_free_space
-from maxdiffusion.runtime.profiling import Profiler
 from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
+from maxdiffusion.runtime.timing import Profiler
 from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
 from maxdiffusion.training.data.batches import Batches
 from maxdiffusion.training.metrics import Figures, MetricsWriter, Work

@@ -10,7 +10,7 @@ from flax import nnx
 from maxdiffusion.attention import AttentionProblem, BlockAttention, plan_attention
 from maxdiffusion.mesh import ActivationLayout, MeshShape, build_mesh
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 CONFIG = WanTransformerConfig.from_diffusers(
     {

@@ -20,9 +20,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from maxdiffusion.attention.masks import LocalKVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import LocalProblem
+from maxdiffusion.attention.problem import LocalKVMask, LocalProblem
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.kernels.reference import Partials, normalise
 from maxdiffusion.kernels.tpu import BlockSizes

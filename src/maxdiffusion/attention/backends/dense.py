@@ -8,7 +8,7 @@ from maxdiffusion.attention.backends.base import (
     Queries,
     StatelessBackend,
 )
-from maxdiffusion.attention.masks import LocalKVMask
+from maxdiffusion.attention.problem import LocalKVMask
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.kernels.reference import (
     HEAD_DIM_MULTIPLE,

@@ -27,8 +27,8 @@ from maxdiffusion.attention.backends.base import (
     Tile,
     check_pallas,
 )
-from maxdiffusion.attention.masks import LocalKVMask
 from maxdiffusion.attention.options import flash_blocks
+from maxdiffusion.attention.problem import LocalKVMask
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.kernels import flash
 from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS

@@ -13,8 +13,8 @@ from maxdiffusion.attention.backends.base import (
     StatelessBackend,
     check_pallas,
 )
-from maxdiffusion.attention.masks import LocalKVMask
 from maxdiffusion.attention.options import SPLASH_FORWARD, splash_blocks
+from maxdiffusion.attention.problem import LocalKVMask
 from maxdiffusion.errors import Collector
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.kernels.splash import (

@@ -17,12 +17,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from maxdiffusion.attention.backends import AnyBackend, LocalReducer
-from maxdiffusion.attention.masks import KVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, axes_size
+from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem, axes_size
 from maxdiffusion.kernels.qk_prep import HeadLayout, QKVLayout
 from maxdiffusion.mesh import CONTEXT_AXES
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 ScatteredHeads = Sequence[Float[Array, "_U _S _D"]]
 """Heads as columns of one array per group, with a block of rows for each target device."""

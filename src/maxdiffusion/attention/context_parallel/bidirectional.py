@@ -24,9 +24,8 @@ from maxdiffusion.attention.context_parallel.ring import (
     ppermute_columns,
     reduction_collectives,
 )
-from maxdiffusion.attention.masks import KVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, axes_size
+from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem, axes_size
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.mesh import CONTEXT_AXES
 

@@ -14,12 +14,17 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from maxdiffusion.attention.backends import AnyBackend, Reducer
 from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries, output
 from maxdiffusion.attention.context_parallel.base import Collective, ContextParallel, LocalKV
-from maxdiffusion.attention.masks import KVMask, LocalKVMask
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, axes_size
+from maxdiffusion.attention.problem import (
+    AttentionProblem,
+    KVMask,
+    LocalKVMask,
+    LocalProblem,
+    axes_size,
+)
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.mesh import CONTEXT_AXES
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 Mask = Bool[Array, "B _"]
 Residuals = tuple[Queries, Keys, Keys, Mask | None, Queries, Float[Array, "B S N"]]

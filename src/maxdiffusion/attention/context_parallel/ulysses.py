@@ -21,8 +21,12 @@ from maxdiffusion.attention.context_parallel.base import (
     LocalKV,
     ScatteredHeads,
 )
-from maxdiffusion.attention.masks import (
+from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.problem import (
+    AttentionProblem,
     KVMask,
+    LocalProblem,
+    axes_size,
     fold_batch,
     fold_mask,
     head_groups,
@@ -30,13 +34,11 @@ from maxdiffusion.attention.masks import (
     rows_to_heads,
     unfold_batch,
 )
-from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, LocalProblem, axes_size
 from maxdiffusion.kernels.qk_prep import HeadLayout, QKVLayout
 from maxdiffusion.kernels.qk_prep.layout import Place
 from maxdiffusion.kernels.reference import pad_length
 from maxdiffusion.mesh import CONTEXT_AXES
-from maxdiffusion.runtime.profiling import COLLECTIVE_SCOPE
+from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 
 class QueryExchange(abc.ABC):

@@ -6,6 +6,7 @@ projections and runs qk-norm, RoPE and the head layout of its context-parallel s
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -195,30 +196,27 @@ class CrossAttention(Projections):
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
         q = constrain_heads(self.queries(x), layout)
-        out = self.attend(q, text.keys, text.values, attention.cross_attention)
+        out = None
+        for k, v, plan in self.sources(text, attention):
+            if plan.fused:
+                keys, values = pending(merge_heads(k)), pending(merge_heads(v))
+                part = plan.attend_projected(pending(q, self.norm_q), keys, values)
+            else:
+                part = merge_heads(plan(split_heads(self.norm_q(q), self.head_dim), k, v))
+            out = part if out is None else out + part
+        assert out is not None
+        return self.output(constrain_heads(out, layout))
+
+    def sources(
+        self, text: TextKeysValues, attention: BlockAttention
+    ) -> Iterator[tuple[Float[Array, "B _ N H"], Float[Array, "B _ N H"], Attention]]:
+        """Yields keys, values and plan of the text, and of the image if the model has one."""
+        yield text.keys, text.values, attention.cross_attention
         if self.has_image:
             assert attention.image_attention is not None
             assert text.image_keys is not None
             assert text.image_values is not None
-            out = out + self.attend(
-                q, text.image_keys, text.image_values, attention.image_attention
-            )
-        return self.output(constrain_heads(out, layout))
-
-    def attend(
-        self,
-        q: Float[Array, "B S D"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        attention: Attention,
-    ) -> Float[Array, "B S D"]:
-        """Returns the attention of projected queries to finished keys and values."""
-        if attention.fused:
-            keys, values = merge_heads(k), merge_heads(v)
-            return attention.attend_projected(
-                pending(q, self.norm_q), pending(keys), pending(values)
-            )
-        return merge_heads(attention(split_heads(self.norm_q(q), self.head_dim), k, v))
+            yield text.image_keys, text.image_values, attention.image_attention
 
     def keys_values(
         self,
