@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from maxdiffusion.config.compat import COMPAT_FIELDS
 from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
-from maxdiffusion.config.io_fields import InputFields
+from maxdiffusion.config.io_fields import InputFields, ServingFields
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
     TRAINING_GROUPS,
@@ -23,7 +23,6 @@ from maxdiffusion.config.schema import (
     OutputFields,
     PreflightFields,
     SamplingFields,
-    ServingFields,
     StartUpFields,
     TrainingDataFields,
     TrainingFields,

@@ -20,7 +20,7 @@ from maxdiffusion.kernels.tpu import LANES, BlockSizes, round_up
 
 
 def splash_module() -> ModuleType:
-    """jax's kernel module; importing Pallas takes a while, so only plans that need it do."""
+    """Returns jax's kernel module; importing Pallas is slow, so only plans that need it do."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
     return splash_attention_kernel
@@ -47,7 +47,7 @@ def splash_vmem_bytes(blocks: BlockSizes, *, head_dim: int, itemsize: int) -> in
 def key_segments(
     valid: Bool[Array, "B T"] | None, batch: int, keys: int, padded: int
 ) -> Int[Array, "B _T"] | None:
-    """Segment ids that tell keys that count (1) from those that do not (0); None if all count."""
+    """Returns segment ids: 1 for keys that count, 0 for others; None if all count."""
     if valid is None and padded == keys:
         return None
     if valid is None:
@@ -56,7 +56,7 @@ def key_segments(
 
 
 def scaled(q: Float[Array, "B S N H"], scale: float) -> Float[Array, "B S N H"]:
-    """q times `scale`, multiplied in float32 and rounded once."""
+    """Returns q times `scale`, multiplied in float32 and rounded once."""
     return (q.astype(jnp.float32) * scale).astype(q.dtype)
 
 
@@ -70,7 +70,7 @@ def splash_attention(
     valid: Bool[Array, "B T"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S N H"]:
-    """Attention by jax's splash kernel, differentiable; a row without keys is unspecified."""
+    """Returns attention by jax's splash kernel; a row without keys is unspecified."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
     splash = splash_module()
@@ -122,7 +122,7 @@ Valid = Bool[Array, "B T"]
 
 
 def tokamax_module() -> ModuleType:
-    """tokamax's kernel module; importing it takes two seconds, so only plans that need it do."""
+    """Returns tokamax's kernel module; importing it takes 2 s, so only plans that need it do."""
     from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel
 
     module: ModuleType = splash_attention_kernel
@@ -140,7 +140,7 @@ class TokamaxOptions:
     interpret: bool = False
 
     def config(self, *, use_base2_exp: bool) -> Any:
-        """tokamax's own form of these options."""
+        """Returns tokamax's own form of these options."""
         blocks = self.blocks
         return tokamax_module().SplashConfig(
             block_q=blocks.block_q,
@@ -159,7 +159,7 @@ class TokamaxOptions:
 def tokamax_attention(
     q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
 ) -> Queries:
-    """Attention over all keys, differentiable; a row without keys is unspecified."""
+    """Returns attention over all keys; a row without keys is unspecified."""
     config = options.config(use_base2_exp=options.use_base2_exp)
     out = _run(q, k, v, valid, options, _kernel(q, k, options, config, save_residuals=False))
     return _tokens(out, q.shape[1])
@@ -168,7 +168,7 @@ def tokamax_attention(
 def tokamax_partials(
     q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
 ) -> Partials:
-    """Attention over these keys, already divided: m is the natural log-sum and l is 1."""
+    """Returns attention over these keys, already divided: m is the natural log-sum and l is 1."""
     config = options.config(use_base2_exp=options.use_base2_exp)
     kernel = _kernel(q, k, options, config, save_residuals=True)
     out, saved = _run(q, k, v, valid, options, kernel)
@@ -241,7 +241,7 @@ def _kernel(
 def _inputs(
     q: Queries, k: Keys, v: Keys, valid: Valid | None, options: TokamaxOptions
 ) -> tuple[Array, Array, Array, Any]:
-    """q, k, v as [B, N, S, H] in whole tiles, and the segment ids that hide what does not count."""
+    """Returns q, k, v as [B, N, S, H] in whole tiles, and the segment ids of keys that count."""
     blocks = options.blocks
     q_BNSH = pad_length(scaled(q, options.scale).transpose(0, 2, 1, 3), 2, q_multiple(blocks))
     k_BNTH, v_BNTH = (

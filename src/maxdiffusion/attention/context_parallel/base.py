@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from maxdiffusion.attention.backends import AnyBackend, LocalReducer
+from maxdiffusion.attention.backends.base import Keys, Queries
 from maxdiffusion.attention.options import AttentionOptions
 from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem, axes_size
 from maxdiffusion.kernels.qk_prep import HeadLayout, QKVLayout
@@ -81,14 +82,8 @@ class ContextParallel(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of this device's queries over all keys."""
 
     @abc.abstractmethod
@@ -114,14 +109,8 @@ class ContextParallel(abc.ABC):
         return ""
 
     def attend_groups(
-        self,
-        queries: Sequence[Float[Array, "B S N H"]],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> list[Float[Array, "B S N H"]]:
+        self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> list[Queries]:
         """Returns the attention of several groups of queries over the same keys."""
         return [self.attend(q, k, v, kv_mask=kv_mask, backend=backend) for q in queries]
 
@@ -171,26 +160,14 @@ class LocalKV(ContextParallel):
     """Sends nothing: this device has all the keys that its queries need."""
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the backend's attention over the local keys."""
         return self.attend_groups([q], k, v, kv_mask=kv_mask, backend=backend)[0]
 
     def attend_groups(
-        self,
-        queries: Sequence[Float[Array, "B S N H"]],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> list[Float[Array, "B S N H"]]:
+        self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> list[Queries]:
         """Returns the attention of each group, with one call of the backend each."""
         mask = kv_mask.whole()
         outs = []
@@ -223,14 +200,8 @@ class AllGatherKV(ContextParallel):
         return LocalKV() if degree == 1 else replace(self, degree=degree)
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of this device's queries over the gathered keys."""
         with jax.named_scope(COLLECTIVE_SCOPE):
             k, v = (jax.lax.all_gather(part, self.axes, axis=1, tiled=True) for part in (k, v))
@@ -279,14 +250,8 @@ class AutoSharded(ContextParallel):
         return self.for_mesh(problem, options)
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of global arrays."""
         q = self._constrain(q, self.q_spec)
         k, v = (self._constrain(part, self.kv_spec) for part in (k, v))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import final
 
 import jax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from maxdiffusion.attention.backends import AnyBackend
-from maxdiffusion.attention.backends.base import output
+from maxdiffusion.attention.backends.base import Keys, Queries, output
 from maxdiffusion.attention.context_parallel.base import Collective, ContextParallel, LocalKV
 from maxdiffusion.attention.context_parallel.ring import (
     RingReducer,
@@ -46,14 +46,8 @@ class BidirectionalRing(ContextParallel):
         return LocalKV() if degree == 1 else replace(self, degree=degree)
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of this device's queries over all keys."""
         here = jax.lax.axis_index(self.axes)
         local = kv_mask.shard(here, self.degree)

@@ -97,26 +97,14 @@ class Ring(ContextParallel):
         return LocalKV() if degree == 1 else replace(self, degree=degree)
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of this device's queries over all keys."""
         return self.attend_groups([q], k, v, kv_mask=kv_mask, backend=backend)[0]
 
     def attend_groups(
-        self,
-        queries: Sequence[Float[Array, "B S N H"]],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> list[Float[Array, "B S N H"]]:
+        self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> list[Queries]:
         """Returns the attention of each group of queries; every group has a call in every hop.
 
         The first group has the first call and the last one, so others may arrive late and leave
@@ -142,13 +130,7 @@ class Ring(ContextParallel):
         return results
 
     def partials(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
     ) -> Partials:
         """Returns the partial over the keys of the whole ring."""
         here = kv_mask.shard(self.source(0), self.degree)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.backends import AnyBackend
+from maxdiffusion.attention.backends.base import Keys, Queries
 from maxdiffusion.attention.context_parallel.base import (
     Collective,
     ContextParallel,
@@ -168,14 +169,8 @@ class Ulysses(ContextParallel):
         return replace(resolved, queries=queries)
 
     def attend(
-        self,
-        q: Float[Array, "B S N H"],
-        k: Float[Array, "B T N H"],
-        v: Float[Array, "B T N H"],
-        *,
-        kv_mask: KVMask,
-        backend: AnyBackend,
-    ) -> Float[Array, "B S N H"]:
+        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
+    ) -> Queries:
         """Returns the attention of this device's queries over all keys."""
         batch, _, heads, head_dim = q.shape
         mask = kv_mask.mask

@@ -90,7 +90,7 @@ def _start(blocks: BlockSizes) -> float:
 
 
 def _unmasked(plan: KernelPlan) -> float:
-    """Returns that of the main loop.
+    """Returns the spills of the main loop.
 
     A shorter last tile after a loop over the others is code of its own, whose share comes on top; a
     loop of one turn is no loop to the compiler, which then schedules both tiles as one.
@@ -115,7 +115,7 @@ def _tile(plan: KernelPlan, queries: int) -> float:
 
 
 def live_score_keys(blocks: BlockSizes) -> int:
-    """Returns how many keys of a block have scores at once.
+    """Returns the number of keys of a block whose scores are live at once.
 
     The scores of the next tile are made while those of this one are used; in steps smaller than a
     tile they are used up as the next ones come.

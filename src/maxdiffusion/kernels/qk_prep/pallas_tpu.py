@@ -34,7 +34,7 @@ def qk_norm_rope_scatter(
     order: Order | None = None,
     interpret: bool = False,
 ) -> Sequence[Float[Array, "_U S _D"]]:
-    """The arrays of `layout`, with the heads that `columns` stand for; heads are 128s of lanes.
+    """Returns the arrays of `layout` with the heads of `columns`, each 128 lanes wide.
 
     `order` says which head goes to each of `layout.slots()`, or PAD, where that is not known
     before the program runs.
@@ -66,7 +66,7 @@ def gather_heads(
     order: Order | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B S D"]:
-    """Columns with every head back from where `qk_norm_rope_scatter` put it."""
+    """Returns columns: the inverse of the move of `qk_norm_rope_scatter`."""
     if not layout.moves and order is None:
         return arrays[0]
     rows, width = arrays[0].shape[1], layout.head_count * head_dim
@@ -97,7 +97,7 @@ def _rows_spec(shape: tuple[int, ...], size: int) -> pl.BlockSpec:
 def _inputs(
     columns: ProjectedHeads, size: int, head_dim: int
 ) -> tuple[list[Array], list[pl.BlockSpec]]:
-    """The arrays that the kernel reads: columns, then the gain, then cosines and signed sines."""
+    """Returns the inputs of the kernel: columns, then the gain, then cosines and signed sines."""
     inputs, specs = [columns.values], [_rows_spec(columns.values.shape, size)]
     if columns.gain is not None:
         inputs.append(columns.gain.astype(jnp.float32)[None])
@@ -111,7 +111,7 @@ def _inputs(
 
 
 def _operations(columns: ProjectedHeads, order: Order | None) -> int:
-    """Slots of vector units that the machine code takes, of four in a cycle.
+    """Returns the slots of vector units that the machine code takes, of four in a cycle.
 
     For tpu7x it has 324 bundles for the norm of 32 rows of 40 heads, 648 with the rotation, and 46
     where rows are only moved; 712 with both and an order, whose lanes are looked up.
@@ -203,7 +203,7 @@ class _Source(NamedTuple):
 
 
 def _moves(layout: HeadLayout, order: Any, head_dim: int) -> Iterator[tuple[Place, _Source]]:
-    """The slots that may hold a head, and where its columns are."""
+    """Yields the slots that may hold a head, and the source of its columns."""
     for index, (place, head) in enumerate(zip(layout.slots(), layout.order(), strict=True)):
         if order is not None:
             yield place, _source(order[index], layout, head_dim)
@@ -213,7 +213,7 @@ def _moves(layout: HeadLayout, order: Any, head_dim: int) -> Iterator[tuple[Plac
 
 
 def _source(head: Array, layout: HeadLayout, head_dim: int) -> _Source:
-    """The source of a head that is known when the program runs."""
+    """Returns the source of a head that is known when the program runs."""
     there = head != PAD if layout.empty_slots() else None
     head = head if there is None else jnp.maximum(head, 0)
     batch = 0 if layout.batch == 1 else lax.div(head, jnp.int32(layout.head_count))
@@ -222,7 +222,7 @@ def _source(head: Array, layout: HeadLayout, head_dim: int) -> _Source:
 
 
 def _chosen(factors: Sequence[Array], batch: Any) -> Array:
-    """The factor of a batch row."""
+    """Returns the factor of a batch row."""
     if isinstance(batch, int):
         return factors[batch]
     chosen = factors[0]

@@ -17,7 +17,7 @@ def convolve_time(
     step: int,
     padding: Padding,
 ) -> Float[Array, "B f y x O"]:
-    """Windows of K frames, `step` frames apart; `padding` zeros go around height and width.
+    """Convolves windows of K frames, `step` apart; `padding` zeros go around height and width.
 
     XLA is slow with convolutions over three dimensions. Its CPU back end runs them on one thread,
     10 to 18 times slower than the same sums over two (64 x 64 pixels, 16 channels, float32, 2
@@ -35,7 +35,7 @@ def convolve_volume(
     step: int,
     padding: Padding,
 ) -> Float[Array, "B f y x O"]:
-    """`convolve_time` as one convolution over three dimensions: what the others are held to."""
+    """Reference of `convolve_time`: one convolution over three dimensions."""
     return lax.conv_general_dilated(
         x,
         kernel,
@@ -52,7 +52,7 @@ def convolve_folded(
     step: int,
     padding: Padding,
 ) -> Float[Array, "B f y x O"]:
-    """`convolve_time` over frames one by one, the K of a window side by side as channels."""
+    """Computes `convolve_time` frame by frame, with the K of a window side by side as channels."""
     taps, rows, columns, channels, out = kernel.shape
     count = (x.shape[1] - taps) // step + 1
     windows = [x[:, tap : tap + (count - 1) * step + 1 : step] for tap in range(taps)]
@@ -67,7 +67,7 @@ def convolve_rows(
     step: int,
     padding: Padding,
 ) -> Float[Array, "B f y x O"]:
-    """`convolve_time` along rows of pixels, all rows of a frame at once, their taps as channels.
+    """Computes `convolve_time` along all rows of a frame at once, with their taps as channels.
 
     There is one body of two loops to compile, over frames and over taps in time. On TPU7x 4 frames
     of 360 x 320 pixels and 96 channels in float32 take 4 s to compile and 5.1 million cycles; in a
@@ -97,7 +97,7 @@ def convolve_rows(
 
 
 def _along_rows(x: Float[Array, "Y X C"], kernel: Float[Array, "kx C O"]) -> Float[Array, "Y x O"]:
-    """A convolution over the width of every row."""
+    """Convolves every row over its width."""
     return lax.conv_general_dilated(
         x, kernel, (1,), ((0, 0),), dimension_numbers=("NWC", "WIO", "NWC")
     )
@@ -110,7 +110,7 @@ def convolve_frames(
     stride: int,
     padding: Padding,
 ) -> Float[Array, "B F y x O"]:
-    """A convolution over height and width of every frame."""
+    """Convolves every frame over its height and width."""
     frames = x.reshape(-1, *x.shape[2:])
     y = lax.conv_general_dilated(
         frames, kernel, (stride, stride), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")

@@ -37,7 +37,7 @@ class SpatialSharding:
     def over(
         cls, devices: Sequence[jax.Device], vae_spatial: int, *, batch: int, height: int, width: int
     ) -> "SpatialSharding":
-        """The finest equal split of a latent frame over `vae_spatial` devices (-1: all of them).
+        """Returns the finest equal split of a latent frame over `vae_spatial` devices (-1: all).
 
         Devices keep their order, so the result works in one program with any other mesh over them;
         such a program states its `out_shardings`, which jax names in the axes of one mesh only.
@@ -56,16 +56,16 @@ class SpatialSharding:
 
     @property
     def rows(self) -> int:
-        """Into how many pieces the height is cut."""
+        """Returns the number of pieces of the height."""
         return 1 if self.mesh is None else self.mesh.shape["rows"]
 
     @property
     def columns(self) -> int:
-        """Into how many pieces the width is cut."""
+        """Returns the number of pieces of the width."""
         return 1 if self.mesh is None else self.mesh.shape["columns"]
 
     def resized(self, *, height: int, width: int) -> "SpatialSharding":
-        """The split for latent frames of another size, over the same devices."""
+        """Returns the split for latent frames of another size, over the same devices."""
         if self.mesh is None or (height, width) == (self.height, self.width):
             return self
         devices = self.mesh.devices.flatten().tolist()
@@ -73,7 +73,7 @@ class SpatialSharding:
         return SpatialSharding.over(devices, self.asked, batch=batch, height=height, width=width)
 
     def constrain(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
-        """The frames, each cut into its pieces."""
+        """Returns the frames, each cut into its pieces."""
         if self.mesh is None or self.mesh.size == 1:
             return x
         if x.shape[2] % self.rows or x.shape[3] % self.columns:
@@ -81,7 +81,7 @@ class SpatialSharding:
         return self._place(x, PIECES)
 
     def gather(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
-        """The frames, each whole on every device."""
+        """Returns the frames, each whole on every device."""
         if self.mesh is None or self.mesh.size == 1:
             return x
         return self._place(x, PartitionSpec("batch"))
@@ -93,7 +93,7 @@ class SpatialSharding:
         kernel: Array,
         padding: Padding,
     ) -> Array:
-        """`convolve(x, kernel, padding)`, each device over its piece with its neighbours' borders.
+        """Runs `convolve(x, kernel, padding)` on each device over its piece with its borders.
 
         XLA's partitioner (jaxlib 0.10.2) gives wrong sums for convolutions over small pieces, and
         exchanges borders for every tap; here they are exchanged once. Where a program is lowered
@@ -114,7 +114,7 @@ class SpatialSharding:
         return run(self.constrain(x), kernel)
 
     def describe(self) -> str:
-        """One line: the pieces, the devices, and why they are fewer than asked for."""
+        """Returns one line: the pieces, the devices, and why they are fewer than asked for."""
         if self.mesh is None:
             return "VAE: frames whole, on one device"
         pieces = self.rows * self.columns
@@ -149,7 +149,7 @@ WHOLE = SpatialSharding()
 
 
 def _with_borders(x: Array, dim: int, axis: str, count: int, sizes: tuple[int, int]) -> Array:
-    """A piece with the nearest rows (or columns) of its neighbours, and zeros at the edges."""
+    """Returns a piece with the nearest rows (or columns) of its neighbours, zeros at the edges."""
     before, after = sizes
     length, last = x.shape[dim], count - 1
     parts = [x]
@@ -168,7 +168,7 @@ def _sent(x: Array, axis: str, pairs: list[tuple[int, int]]) -> Array:
 
 
 def split(devices: int, height: int, width: int) -> tuple[int, int]:
-    """Rows and columns of the finest equal split whose piece count divides `devices`.
+    """Returns rows and columns of the finest equal split whose piece count divides `devices`.
 
     Pieces have at least LEAST_LATENTS latents along a cut. Among equally fine splits it is the one
     that exchanges the fewest pixels along the cuts.
@@ -188,7 +188,7 @@ def split(devices: int, height: int, width: int) -> tuple[int, int]:
 
 
 def _cuts(size: int, most: int) -> list[int]:
-    """Into how many equal pieces, up to `most`, a side of `size` latents can be cut."""
+    """Returns the number of equal pieces, up to `most`, that a side of `size` latents has."""
     return [
         count
         for count in range(1, most + 1)

@@ -64,7 +64,7 @@ class Tiling:
         return height <= self.tile_height and width <= self.tile_width
 
     def cut(self, x: Float[Array, "B F Y X C"]) -> Grid:
-        """The tiles of the frames, row by row; those at the bottom and right may be smaller."""
+        """Returns the tiles, row by row; those at the bottom and right may be smaller."""
         return [
             [
                 x[:, :, top : top + self.tile_height, left : left + self.tile_width]
@@ -74,7 +74,7 @@ class Tiling:
         ]
 
     def join(self, grid: Grid) -> Float[Array, "B F Y X C"]:
-        """The frames that the tiles cover, faded from tile to tile where they overlap.
+        """Returns the frames that the tiles cover, faded from tile to tile where they overlap.
 
         Every tile is faded from the one above and then from the one on the left, both of which have
         been faded before: the order matters where four tiles meet.
@@ -99,7 +99,7 @@ class Tiling:
 
 
 def fade(before: Array, after: Array, dim: int, overlap: int) -> Array:
-    """`after`, its first `overlap` lines along `dim` mixed linearly with the last of `before`."""
+    """Returns `after`, its first `overlap` lines along `dim` mixed with the last of `before`."""
     overlap = min(overlap, before.shape[dim], after.shape[dim])
     if overlap == 0:
         return after
@@ -114,7 +114,7 @@ def fade(before: Array, after: Array, dim: int, overlap: int) -> Array:
 
 
 def map_tiles(function: Callable[[Array], Array], grid: Grid) -> Grid:
-    """`function` of every tile; tiles of one shape go through one compiled loop."""
+    """Returns `function` of every tile; tiles of one shape go through one compiled loop."""
     flat = [tile for row in grid for tile in row]
     done: dict[int, Array] = {}
     for shape in dict.fromkeys(tile.shape for tile in flat):
