@@ -82,6 +82,10 @@ class WanSpec:
         """Returns the spec with the blocks' weights sharded over a sequence's devices, or not."""
         return replace(self, transformer=replace(self.transformer, spread_weights=spread))
 
+    def with_adapter_rank(self, rank: int) -> "WanSpec":
+        """Returns the spec with room of this rank for LoRA adapters in every block."""
+        return replace(self, transformer=replace(self.transformer, adapter_rank=rank))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerFiles:
