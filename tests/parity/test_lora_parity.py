@@ -180,7 +180,8 @@ RUN = {
 def test_whole_runs_with_an_adapter_for_each_expert(tmp_path):
     tiny = wan22_t2v(seed=9, transformer=SIZE, text=TextSize(width=TEXT_WIDTH, layers=1))
     folder = write_checkpoint(tmp_path / "model", tiny)
-    theirs, ours = load_pipeline(folder), OurPipeline.from_pretrained(folder)
+    settings = PipelineSettings(attention="dot_product")
+    theirs, ours = load_pipeline(folder), OurPipeline.from_pretrained(folder, settings=settings)
     high, low = tmp_path / "high.safetensors", tmp_path / "low.safetensors"
     write_lora(high, shapes_of(theirs.transformer), "lightx2v", seed=1)
     write_lora(low, shapes_of(theirs.transformer_2), "musubi", seed=2)
@@ -209,13 +210,14 @@ def test_whole_runs_with_an_adapter_for_each_expert(tmp_path):
     np.testing.assert_array_equal(differ("fused and unloaded"), strong)
 
 
-@pytest.mark.parametrize("rank", [0, 8], ids=["fused", "kept low-rank"])
-def test_unloading_gives_back_the_very_latents(tmp_path, rank):
+@pytest.mark.slow
+def test_adapters_that_are_kept_low_rank(tmp_path):
     folder = write_checkpoint(
         tmp_path / "model", wan21_t2v(seed=4, transformer=SIZE, text=TextSize(layers=1))
     )
     theirs = load_pipeline(folder)
-    ours = OurPipeline.from_pretrained(folder, settings=PipelineSettings(lora_rank=rank))
+    settings = PipelineSettings(attention="dot_product", lora_rank=8)
+    ours = OurPipeline.from_pretrained(folder, settings=settings)
     start, file = normal(3, 1, 16, 1, 2, 4), tmp_path / "lora.safetensors"
     write_lora(file, shapes_of(theirs.transformer), "lightx2v")
     run = lambda: ours(**RUN, latents=start.numpy(), output_type="latent").frames  # noqa: E731

@@ -118,9 +118,14 @@ def open_wan_folder(
     )
     spec = read_spec(folder)
     if transformers:
-        from maxdiffusion.pipelines.other_transformers import with_transformers
+        # Both for such files alone.
+        from maxdiffusion.checkpoints.original_files import find_transformers, with_transformers
+        from maxdiffusion.models.wan.checkpoint import transformer_map
 
-        folder = with_transformers(folder, spec, transformers)
+        named = transformers.first, transformers.second
+        paths = find_transformers(*named, spec.experts, base=folder.root)
+        abstract = wan_models(spec, Precision()).transformer.parameters
+        folder = with_transformers(folder, paths, transformer_map(spec.transformer), abstract)
     return folder, spec
 
 
