@@ -15,7 +15,7 @@ from maxdiffusion.checkpoints.load import (
     source_shapes,
 )
 from maxdiffusion.checkpoints.lora import (
-    Fused,
+    Adapter,
     LoraTargets,
     LowRank,
     fuse,
@@ -77,7 +77,7 @@ def test_every_dialect_changes_what_it_means(tmp_path, dialect):
     lora = read_lora(tmp_path / "lora.safetensors", TARGETS)
     lora.check(strict=True)
     assert set(lora.changes) == set(deltas)
-    found = loaded(fuse(open_weights(FOLDER), [Fused(lora=lora, strength=0.6)]))
+    found = loaded(fuse(open_weights(FOLDER), [Adapter(lora=lora, strength=0.6)]))
     wanted = merged(tmp_path / "merged", (0.6, deltas))
     assert_close(found, wanted)
     base = loaded(open_weights(FOLDER))
@@ -88,7 +88,7 @@ def test_every_dialect_changes_what_it_means(tmp_path, dialect):
 def test_adapters_are_fused_slice_by_slice(tmp_path, sizes):
     deltas = write_lora(tmp_path / "lora.safetensors", SHAPES, "norms", seed=3)
     lora = read_lora(tmp_path / "lora.safetensors", TARGETS)
-    stored = fuse(open_weights(FOLDER), [Fused(lora=lora, strength=-0.4)])
+    stored = fuse(open_weights(FOLDER), [Adapter(lora=lora, strength=-0.4)])
     found = loaded(stored, mesh=mesh(**sizes), options=LoadOptions(read_bytes=700, threads=3))
     assert_close(found, merged(tmp_path / "merged", (-0.4, deltas)))
 
@@ -97,7 +97,7 @@ def test_several_files_at_their_own_strengths(tmp_path):
     first = write_lora(tmp_path / "a.safetensors", SHAPES, "lightx2v", seed=1)
     second = write_lora(tmp_path / "b.safetensors", SHAPES, "diffusers", seed=2)
     adapters = [
-        Fused(lora=read_lora(tmp_path / f"{name}.safetensors", TARGETS), strength=strength)
+        Adapter(lora=read_lora(tmp_path / f"{name}.safetensors", TARGETS), strength=strength)
         for name, strength in (("a", 0.7), ("b", -0.4))
     ]
     found = loaded(fuse(open_weights(FOLDER), adapters))
@@ -111,7 +111,7 @@ def test_weights_are_rounded_once(tmp_path):
     abstract = AbstractModel.of(
         lambda rngs: WanTransformer(CONFIG, dtype=jnp.float32, param_dtype=jnp.bfloat16, rngs=rngs)
     ).parameters
-    stored = fuse(open_weights(FOLDER), [Fused(lora=lora, strength=1.0)])
+    stored = fuse(open_weights(FOLDER), [Adapter(lora=lora, strength=1.0)])
     small = ComponentSource(stored=stored, table=TABLE, abstract=abstract)
     found = values_of(load_parameters(small)[0])["blocks.ffn.up.kernel"]
     whole = np.stack(
@@ -253,7 +253,7 @@ def test_convolutions_have_pairs_too(tmp_path):
     lora = read_lora(file, TARGETS)
     delta = np.einsum("or,rixyz->oixyz", up[:, :, 0, 0, 0].astype(np.float64), down)
     found = loaded(
-        fuse(open_weights(FOLDER), [Fused(lora=lora, strength=0.5)]),
+        fuse(open_weights(FOLDER), [Adapter(lora=lora, strength=0.5)]),
         options=LoadOptions(read_bytes=100),
     )
     wanted = merged(tmp_path / "merged", (0.5, {"patch_embedding.weight": delta}))
@@ -265,7 +265,7 @@ def test_the_weight_cache_knows_adapters_and_strengths(tmp_path):
 
     def cached(strength):
         lora = read_lora(tmp_path / "lora.safetensors", TARGETS)
-        adapters = [] if strength is None else [Fused(lora=lora, strength=strength)]
+        adapters = [] if strength is None else [Adapter(lora=lora, strength=strength)]
         stored = fuse(open_weights(FOLDER), adapters)
         return load_through_cache({"transformer": source(stored)}, tmp_path / "cache").messages[0]
 

@@ -6,7 +6,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
-from maxdiffusion.checkpoints.lora import Fused, LoraTargets, fuse, read_lora
+from maxdiffusion.checkpoints.lora import Adapter, LoraTargets, fuse, read_lora
 from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
@@ -84,7 +84,7 @@ def test_adapters_reach_every_part(member, tmp_path):
     lora = read_lora(tmp_path / "lora.safetensors", LoraTargets.of(shapes, original_module))
     lora.check(strict=True)
     assert set(lora.changes) == set(deltas)
-    found = loaded(fuse(stored, [Fused(lora=lora, strength=0.5)]), spec)
+    found = loaded(fuse(stored, [Adapter(lora=lora, strength=0.5)]), spec)
     (file,) = stored.files
     values = {n: v.astype(np.float64) for n, v in load_file(file).items()}
     values |= {name: values[name] + 0.5 * delta for name, delta in deltas.items()}

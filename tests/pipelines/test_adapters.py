@@ -5,6 +5,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 from safetensors.numpy import load_file
 
 from maxdiffusion.checkpoints.load import ComponentSource, source_shapes
@@ -19,41 +20,60 @@ from tests.oracle.lora_files import write_lora
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 EXPERTS = ("transformer", "transformer_2")
-PARAMETER, TENSOR = "blocks.ffn.down.bias", "blocks.0.ffn.net.2.bias"
+RANK = 12  # two files of rank 6
+# A bias, and a weight whose features are regrouped.
+TENSORS = {
+    "blocks.ffn.down.bias": "ffn.net.2.bias",
+    "blocks.attn1.to_q.kernel": "attn1.to_q.weight",
+}
+LAST = "blocks.1"
 BASE = {
-    name: load_file(next((GOLDENS / "wan22_t2v" / name).glob("*.safetensors")))[TENSOR]
-    for name in EXPERTS
+    name: load_file(next((GOLDENS / "wan22_t2v" / name).glob("*.safetensors"))) for name in EXPERTS
 }
 
 
-def sources_of(folder):
-    opened, spec = open_wan_folder(folder)
+def opened(folder, rank=0):
+    """Sources of the transformers of a folder, and their abstract parameters with rooms."""
+    model, spec = open_wan_folder(folder)
     table = transformer_map(spec.transformer)
-    abstract = wan_models(spec, Precision()).transformer.parameters
-    return {
-        name: ComponentSource(stored=opened.weights[name], table=table, abstract=abstract)
+    plain, roomy = (
+        wan_models(spec.with_adapter_rank(one), Precision()).transformer.parameters
+        for one in (0, rank)
+    )
+    sources = {
+        name: ComponentSource(stored=model.weights[name], table=table, abstract=plain)
         for name in spec.experts
     }
+    return sources, roomy
 
 
-SOURCES = sources_of(GOLDENS / "wan22_t2v")
-SHAPES = source_shapes(SOURCES["transformer"].table, SOURCES["transformer"].abstract)
+SOURCES, _ = opened(GOLDENS / "wan22_t2v")
+TABLE = SOURCES["transformer"].table
+SHAPES = source_shapes(TABLE, SOURCES["transformer"].abstract)
 
 
 class Adapted(LoraMethods):
     """The adapters of a pipeline without the rest of it."""
 
-    def __init__(self, sources=None):
-        self._lora = LoraAdapters(SOURCES if sources is None else sources, mesh())
+    def __init__(self, folder="wan22_t2v", rank=0, sizes=None):
+        self._lora = LoraAdapters(*opened(GOLDENS / folder, rank), mesh(**(sizes or {})))
+        self.states = {}
+        self._lora.refresh(self.states)
 
     @property
     def lora(self):
         return self._lora
 
+    def values(self, expert="transformer"):
+        """The parameters of an expert after the latest changes."""
+        self._lora.refresh(self.states)
+        assert not self._lora.stale()
+        return values_of(self.states[expert])
 
-@pytest.fixture
-def pipeline():
-    return Adapted()
+
+@pytest.fixture(params=[0, RANK], ids=["fused", "kept"])
+def pipeline(request):
+    return Adapted(rank=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -62,22 +82,37 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     paths = {name: folder / f"{name}.safetensors" for name in "ab"}
     deltas = {
-        name: write_lora(path, SHAPES, "lightx2v", seed=seed)[TENSOR]
+        name: write_lora(path, SHAPES, "lightx2v", seed=seed)
         for seed, (name, path) in enumerate(paths.items())
     }
     return paths, deltas
 
 
+def effective(values, parameter):
+    """A parameter of the last layer, with what is in the room of its linear map."""
+    value = np.asarray(values[parameter][-1], np.float64)
+    module = parameter.removesuffix(".kernel")
+    if f"{module}.lora_down" in values:
+        down, up = (
+            np.asarray(values[f"{module}.{part}"][-1], np.float64)
+            for part in ("lora_down", "lora_up")
+        )
+        value = value + down @ up
+    return value
+
+
 def assert_weights(pipeline, files, transformer=(), transformer_2=()):
     """Fails unless each expert holds its weights and these (file, strength)."""
-    states = pipeline.lora.stream(EXPERTS)
-    assert not pipeline.lora.stale()
-    for name, changes in (("transformer", transformer), ("transformer_2", transformer_2)):
-        wanted = BASE[name].astype(np.float64)
-        for file, strength in dict(changes).items():
-            wanted = wanted + strength * files[1][file]
-        found = np.asarray(values_of(states[name])[PARAMETER][0])
-        np.testing.assert_allclose(found, wanted, atol=1e-6, err_msg=name)
+    entries = {entry.parameter: entry for entry in TABLE.entries}
+    for expert, changes in (("transformer", transformer), ("transformer_2", transformer_2)):
+        found = pipeline.values(expert)
+        for parameter, tensor in TENSORS.items():
+            name = f"{LAST}.{tensor}"
+            wanted = BASE[expert][name].astype(np.float64)
+            for file, strength in dict(changes).items():
+                wanted = wanted + strength * files[1][file][name]
+            wanted = entries[parameter].transform.apply(wanted)
+            assert_allclose(effective(found, parameter), wanted, atol=1e-6, err_msg=name)
 
 
 def load(pipeline, files, name, **options):
@@ -124,15 +159,14 @@ def test_one_name_on_both_experts(pipeline, files):
 
 
 def test_disable_delete_and_unload_give_back_the_very_weights(pipeline, files):
-    base = pipeline.lora.stream(["transformer"])["transformer"]
+    base = pipeline.values()
 
     def is_base():
         assert pipeline.lora.stale() == ["transformer"]
-        state = pipeline.lora.stream(["transformer"])["transformer"]
-        jax.tree.map(np.testing.assert_array_equal, values_of(state), values_of(base))
+        jax.tree.map(np.testing.assert_array_equal, pipeline.values(), base)
 
     load(pipeline, files, "a")
-    pipeline.lora.stream(["transformer"])
+    pipeline.values()
     pipeline.disable_lora()
     is_base()
     pipeline.enable_lora()
@@ -140,7 +174,7 @@ def test_disable_delete_and_unload_give_back_the_very_weights(pipeline, files):
     pipeline.delete_adapters("a")
     is_base()
     load(pipeline, files, "a")
-    pipeline.lora.stream(["transformer"])
+    pipeline.values()
     pipeline.unload_lora_weights()
     assert pipeline.get_list_adapters() == {}
     is_base()
@@ -183,11 +217,58 @@ def test_what_cannot_be(pipeline, files):
         pipeline.fuse_lora(components=["vae"])
     with pytest.raises(ValueError, match="'c': is not loaded"):
         pipeline.delete_adapters(["c"])
-    one = Adapted(sources_of(GOLDENS / "wan21_t2v"))
+    one = Adapted("wan21_t2v")
     with pytest.raises(ValueError, match="this model has only transformer"):
         one.load_lora_weights(files[0]["a"], load_into_transformer_2=True)
     with pytest.raises(ProblemsFound, match=r"its shape is|no tensor was matched"):
         one.load_lora_weights(files[0]["a"])
+
+
+def test_only_what_changes_is_replaced(files, tmp_path):
+    write_lora(tmp_path / "lora.safetensors", SHAPES, "original")  # pairs of attention alone
+    for rank in (0, RANK):
+        pipeline = Adapted(rank=rank)
+        before = pipeline.values()
+        pipeline.load_lora_weights(tmp_path / "lora.safetensors")
+        after = pipeline.values()
+        replaced = {name for name in after if after[name] is not before[name]}
+        kept = [name for name in replaced if name.endswith((".lora_down", ".lora_up"))]
+        assert len(replaced) == (16 if rank else 8)
+        assert len(kept) == (16 if rank else 0)
+        assert all(".attn" in name for name in replaced)
+        pipeline.set_adapters("default_0", 0.5)
+        again = pipeline.values()
+        assert {name for name in again if again[name] is not after[name]} == replaced
+
+
+def test_rooms_on_a_mesh(files):
+    pipeline = Adapted(rank=RANK, sizes={"fsdp": 2, "ring": 2, "tensor": 2})
+    load(pipeline, files, "a")
+    assert_weights(pipeline, files, {"a": 1.0})
+    down = pipeline.values()["blocks.attn1.to_q.lora_up"]
+    assert down.sharding.shard_shape(down.shape) == (2, RANK, 64)
+
+
+def test_a_room_that_is_too_small(files):
+    pipeline = Adapted(rank=5)
+    load(pipeline, files, "a")
+    with pytest.raises(ProblemsFound, match=r"lora_rank=5: the active adapters have rank 6 toge"):
+        pipeline.values()
+    assert set(pipeline.states) == set(EXPERTS)  # nothing was given up for it
+    pipeline.delete_adapters("a")
+    pipeline.values()
+
+
+def test_a_load_that_fails_is_made_up_for(files, tmp_path):
+    pipeline = Adapted()
+    copy = tmp_path / "a.safetensors"
+    copy.write_bytes(files[0]["a"].read_bytes())
+    pipeline.load_lora_weights(copy, adapter_name="a")
+    copy.unlink()
+    with pytest.raises(FileNotFoundError):
+        pipeline.values()
+    pipeline.unload_lora_weights()
+    assert_weights(pipeline, files)
 
 
 def test_where_files_are_found(tmp_path, monkeypatch):

@@ -383,14 +383,18 @@ def _parsed(file: Path, values: Mapping[str, Any]) -> AdapterSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fused:
-    """A LoRA file and the strength at which it is fused."""
+class Adapter:
+    """A LoRA file and the strength at which it is applied.
+
+    With `low_rank` its pairs stay factors where the model has room for them (`lora_update`).
+    """
 
     lora: LoraFile
     strength: float
+    low_rank: bool = False
 
 
-def fuse(stored: StoredWeights, adapters: Sequence[Fused]) -> StoredWeights:
+def fuse(stored: StoredWeights, adapters: Sequence[Adapter]) -> StoredWeights:
     """Returns weights to which the adapters are added while they are read, one after the other."""
     patches = dict(stored.patches)
     for adapter in adapters:
@@ -404,7 +408,7 @@ def fuse(stored: StoredWeights, adapters: Sequence[Fused]) -> StoredWeights:
     )
 
 
-def _strengths(adapters: Iterable[Fused]) -> Iterator[str]:
+def _strengths(adapters: Iterable[Adapter]) -> Iterator[str]:
     for adapter in adapters:
         tensors = len(adapter.lora.changes)
         yield f"{adapter.lora.file.name} at {adapter.strength!r}, {tensors} tensors"

@@ -1,6 +1,7 @@
 """Transformer files outside a diffusers folder: Wan-AI's layout, and single community files.
 
     location --find_transformers--> path by expert --open_transformer--> tensors by diffusers' names
+    folder --with_transformers--> the folder with those weights, every difference reported
 
 A location is a file, a folder, or a place on the hub (`owner/model`, `owner/model/folder`,
 `owner/model/file.safetensors`). The tensors decide how a file is read, never its own name:
@@ -17,8 +18,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from flax import nnx
 
-from maxdiffusion.checkpoints.diffusers_folder import HUB_ID, download
+from maxdiffusion.checkpoints.diffusers_folder import HUB_ID, ModelFolder, download
+from maxdiffusion.checkpoints.load import match_parameters
 from maxdiffusion.checkpoints.safetensors_io import (
     FLOAT_DTYPES,
     INDEX_SUFFIX,
@@ -34,6 +37,8 @@ from maxdiffusion.checkpoints.safetensors_io import (
     whole,
 )
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.models.checkpoint_map import CheckpointMap
+from maxdiffusion.models.wan.original import TensorSizes, diffusers_name, original_name
 
 Rename = Callable[[str], str | None]
 FIRST_FIELD = "wan_transformer_pretrained_model_name_or_path"
@@ -55,6 +60,45 @@ class NameDialects:
 
     to_diffusers: Rename
     to_original: Rename
+
+
+WAN_NAMES = NameDialects(to_diffusers=diffusers_name, to_original=original_name)
+
+
+def with_transformers(
+    folder: ModelFolder, paths: Mapping[str, Path], table: CheckpointMap, abstract: nnx.State
+) -> ModelFolder:
+    """Returns a folder of WAN with the transformers at these paths, by component.
+
+    The sizes that their tensors reveal are checked against the folder's config, and every tensor
+    against the model. Raises all differences at once, before anything is read.
+    """
+    problems = Collector()
+    opened: dict[str, StoredWeights] = {}
+    for name, path in paths.items():
+        with problems:
+            stored = opened[name] = open_transformer(path, WAN_NAMES)
+            with problems:
+                Collector(_size_problems(stored, folder, name)).raise_if_any()
+            match_parameters(stored, table, abstract)
+    problems.raise_if_any()
+    return replace(folder, weights={**folder.weights, **opened})
+
+
+def _size_problems(stored: StoredWeights, folder: ModelFolder, name: str) -> list[Problem]:
+    """Returns a problem for each size that differs from the config of the component `name`."""
+    sizes = TensorSizes.of({tensor: stored.tensors[tensor].shape for tensor in stored.tensors})
+    config = folder.path(name, "config.json")
+    remedy = "Set pretrained_model_name_or_path to a folder of that model, or take other files"
+    return [
+        Problem(
+            name=f"{stored.folder.name}: {key}",
+            value=here,
+            rule=f"is {there} in {config}; the tensors are those of {sizes.kind}",
+            remedy=remedy,
+        )
+        for key, (here, there) in sizes.differences(folder.configs[name]).items()
+    ]
 
 
 def find_transformers(

@@ -149,6 +149,12 @@ class ModelFields:
     lora_strict: bool = setting(
         True, "Refuse a LoRA file with tensors that the model has no place for; false lists them."
     )
+    lora_rank: int = setting(
+        0,
+        "Rank kept free in every block for adapters that change between videos (Python methods, "
+        "server); 0 = such adapters are fused. Files of lora_config are always fused.",
+        NON_NEGATIVE,
+    )
     pretrained_orbax_dir: str = setting(
         "", "Folder of converted weights for faster loads; the first run fills it."
     )

@@ -304,7 +304,9 @@ def program_builder(
 ) -> ProgramBuilder:
     """Returns the builder of a job's programs, on its mesh."""
     return ProgramBuilder(
-        spec=spec.with_scan(config.scan_layers).with_spread_weights(choices.shards_weights),
+        spec=spec.with_scan(config.scan_layers)
+        .with_spread_weights(choices.shards_weights)
+        .with_adapter_rank(config.lora_rank),
         settings=pipeline_settings(config, choices.attention),
         mesh=build_mesh(choices.mesh.ici, dcn=choices.mesh.dcn, devices=devices),
     )

@@ -51,6 +51,7 @@ def pipeline_settings(config: Config, attention: str) -> PipelineSettings:
         scan_layers=config.scan_layers,
         decoding=decoding(config),
         text_length=config.max_sequence_length,
+        lora_rank=config.lora_rank,
     )
 
 

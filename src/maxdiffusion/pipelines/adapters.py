@@ -2,13 +2,15 @@
 
     load_lora_weights --> loaded files --set_adapters--> active strengths --> weights on the devices
 
-Adapters are fused: the transformer is read from its files again, with the adapters added while it
-streams in. That is exact for every order of calls (removing an adapter gives back the very same
-weights), needs no memory besides the weights, and compiles nothing. Several changes cost one load,
-which happens when the next video is asked for.
+Weights follow the adapters when the next video is asked for, whatever the number of changes before
+it, and nothing is compiled again. Adapters are fused: parameters that they change are read from
+their files again, with the adapters added while they stream in, so that removing an adapter gives
+back the very same weights. With `PipelineSettings.lora_rank` the pairs of the blocks are kept
+low-rank instead: only their factors are sent to the devices.
 """
 
 import logging
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxdiffusion.checkpoints.load import ComponentSource, load_components, source_shapes
+from maxdiffusion.checkpoints.load import ComponentSource, source_shapes
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.settings import Precision
@@ -26,7 +28,7 @@ from maxdiffusion.pipelines.spec import WanSpec, wan_models
 
 if TYPE_CHECKING:
     from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
-    from maxdiffusion.checkpoints.lora import Fused, LoraFile
+    from maxdiffusion.checkpoints.lora import Adapter, LoraFile
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def with_lora(
 
     Raises everything that does not fit, before a weight is read.
     """
-    from maxdiffusion.checkpoints.lora import Fused, fuse
+    from maxdiffusion.checkpoints.lora import Adapter, fuse
 
     abstract = wan_models(spec, Precision()).transformer.parameters
     table = transformer_map(spec.transformer)
@@ -110,7 +112,7 @@ def with_lora(
             source = ComponentSource(stored=stored, table=table, abstract=abstract)
             lora = read_adapter(file, source, strict=strict)
             logger.info("LoRA %s: %s at %g", choice.component, file.name, choice.strength)
-            adapter = Fused(lora=lora, strength=choice.strength)
+            adapter = Adapter(lora=lora, strength=choice.strength)
             weights[choice.component] = fuse(stored, [adapter])
     problems.raise_if_any()
     return replace(folder, weights=weights)
@@ -123,16 +125,16 @@ class _Expert:
     source: ComponentSource
     loaded: dict[str, "LoraFile"] = field(default_factory=dict)
     active: dict[str, float] = field(default_factory=dict)
-    fused: dict[str, "Fused"] = field(default_factory=dict)
-    kept: "tuple[Fused, ...]" = ()  # fused, then unloaded: part of the model from then on
-    on_device: "tuple[Fused, ...]" = ()  # what the weights on the devices contain
+    fused: dict[str, "Adapter"] = field(default_factory=dict)
+    kept: "tuple[Adapter, ...]" = ()  # fused, then unloaded: part of the model from then on
+    on_device: "tuple[Adapter, ...]" = ()  # what the weights on the devices contain
 
-    def wanted(self, *, enabled: bool) -> "tuple[Fused, ...]":
+    def wanted(self, *, enabled: bool) -> "tuple[Adapter, ...]":
         """Returns the adapters that belong into the weights: fused ones, then active ones."""
-        from maxdiffusion.checkpoints.lora import Fused
+        from maxdiffusion.checkpoints.lora import Adapter
 
         added = [
-            Fused(lora=self.loaded[name], strength=strength)
+            Adapter(lora=self.loaded[name], strength=strength, low_rank=True)
             for name, strength in self.active.items()
             if enabled and name not in self.fused
         ]
@@ -142,9 +144,12 @@ class _Expert:
 class LoraAdapters:
     """The adapters of a pipeline's transformers, and the weights that follow from them."""
 
-    def __init__(self, sources: Mapping[str, ComponentSource], mesh: Mesh):
+    def __init__(
+        self, sources: Mapping[str, ComponentSource], abstract: nnx.State, mesh: Mesh | None
+    ):
+        """`abstract` are the parameters of a transformer, with the rooms for adapters."""
         self._experts = {name: _Expert(source=source) for name, source in sources.items()}
-        self._mesh = mesh
+        self._abstract, self._mesh = abstract, mesh
         self.enabled = True
 
     @property
@@ -191,7 +196,7 @@ class LoraAdapters:
         self, components: Sequence[str], lora_scale: float, names: Sequence[str] | None
     ) -> None:
         """Makes active adapters part of the weights, so that unloading keeps them."""
-        from maxdiffusion.checkpoints.lora import Fused
+        from maxdiffusion.checkpoints.lora import Adapter
 
         for component in components:
             expert = self._expert(component)
@@ -201,7 +206,7 @@ class LoraAdapters:
                 if name not in expert.loaded:
                     raise ValueError(f"adapter_names={name!r}: is not loaded in the {component}.")
                 strength = lora_scale * expert.active.get(name, 1.0)
-                expert.fused[name] = Fused(lora=expert.loaded[name], strength=strength)
+                expert.fused[name] = Adapter(lora=expert.loaded[name], strength=strength)
 
     def unfuse(self, components: Sequence[str]) -> None:
         """Takes back what `fuse` did for these transformers."""
@@ -233,21 +238,29 @@ class LoraAdapters:
             if expert.wanted(enabled=self.enabled) != expert.on_device
         ]
 
-    def stream(self, components: Sequence[str]) -> dict[str, nnx.State]:
-        """Returns the weights of these transformers, read with their adapters."""
-        from maxdiffusion.checkpoints.lora import fuse
+    def refresh(self, held: dict[str, nnx.State]) -> None:
+        """Replaces the transformers in `held` whose adapters changed, or adds missing ones.
 
-        wanted = {name: self._experts[name].wanted(enabled=self.enabled) for name in components}
-        sources = {name: self._experts[name].source for name in components}
-        fused = {
-            name: replace(source, stored=fuse(source.stored, wanted[name]))
-            for name, source in sources.items()
+        What is replaced is removed first; the caller holds no other reference, so that it is freed.
+        """
+        from maxdiffusion.checkpoints.lora_update import AdaptedTransformer
+
+        stale = [name for name in self._experts if name in self.stale() or name not in held]
+        adapted = {
+            name: AdaptedTransformer(
+                source=self._experts[name].source, abstract=self._abstract, mesh=self._mesh
+            )
+            for name in stale
         }
-        states, report = load_components(fused, mesh=self._mesh)
-        for name in components:
-            self._experts[name].on_device = wanted[name]
-        logger.info("LoRA: %s read again in %.1f s", ", ".join(components), report.seconds)
-        return states
+        after = {name: self._experts[name].wanted(enabled=self.enabled) for name in stale}
+        for name in stale:
+            adapted[name].check(after[name])
+        for name in stale:
+            expert, began = self._experts[name], time.perf_counter()
+            parameters = dict(nnx.to_flat_state(held.pop(name))) if name in held else {}
+            held[name] = adapted[name].update(parameters, expert.on_device, after[name])
+            expert.on_device = after[name]
+            logger.info("LoRA: %s follows in %.1f s", name, time.perf_counter() - began)
 
     def _expert(self, component: str) -> _Expert:
         if component not in self._experts:

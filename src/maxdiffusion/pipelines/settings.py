@@ -67,7 +67,10 @@ class Decoding:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """Everything about a pipeline that is not in its checkpoint."""
+    """Everything about a pipeline that is not in its checkpoint.
+
+    `lora_rank` is the room for LoRA adapters that change between videos; 0 fuses them.
+    """
 
     precision: Precision = field(default_factory=Precision)
     attention: str = "flash"
@@ -75,3 +78,4 @@ class PipelineSettings:
     scan_layers: bool = True
     decoding: Decoding = field(default_factory=Decoding)
     text_length: int = 512
+    lora_rank: int = 0

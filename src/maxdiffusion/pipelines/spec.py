@@ -82,6 +82,10 @@ class WanSpec:
         """Returns the spec with the blocks' weights sharded over a sequence's devices, or not."""
         return replace(self, transformer=replace(self.transformer, spread_weights=spread))
 
+    def with_adapter_rank(self, rank: int) -> "WanSpec":
+        """Returns the spec with room of this rank for LoRA adapters in every block."""
+        return replace(self, transformer=replace(self.transformer, adapter_rank=rank))
+
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerFiles:
@@ -114,9 +118,14 @@ def open_wan_folder(
     )
     spec = read_spec(folder)
     if transformers:
-        from maxdiffusion.pipelines.other_transformers import with_transformers
+        # Both for such files alone.
+        from maxdiffusion.checkpoints.original_files import find_transformers, with_transformers
+        from maxdiffusion.models.wan.checkpoint import transformer_map
 
-        folder = with_transformers(folder, spec, transformers)
+        named = transformers.first, transformers.second
+        paths = find_transformers(*named, spec.experts, base=folder.root)
+        abstract = wan_models(spec, Precision()).transformer.parameters
+        folder = with_transformers(folder, paths, transformer_map(spec.transformer), abstract)
     return folder, spec
 
 

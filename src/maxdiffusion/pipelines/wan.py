@@ -73,11 +73,13 @@ class LoadedParameters:
 def component_sources(folder: ModelFolder, builder: ProgramBuilder) -> dict[str, ComponentSource]:
     """Returns the stored weights, checkpoint map and abstract parameters of every component."""
     spec, models = builder.spec, builder.models
-    table = transformer_map(spec.transformer)
+    table, abstract = transformer_map(spec.transformer), models.transformer.parameters
+    if spec.transformer.adapter_rank:
+        from maxdiffusion.checkpoints.lora_update import without_rooms  # for `lora_rank` alone
+
+        abstract = without_rooms(abstract)
     sources = {
-        name: ComponentSource(
-            stored=folder.weights[name], table=table, abstract=models.transformer.parameters
-        )
+        name: ComponentSource(stored=folder.weights[name], table=table, abstract=abstract)
         for name in spec.experts
     }
     sources["vae"] = ComponentSource(
@@ -126,7 +128,7 @@ def load_wan_parameters(
         cached = load_through_cache(sources, cache, mesh=builder.mesh, progress=progress)
         states, messages = dict(cached.states), cached.messages
     parameters = WanParameters(
-        transformers={name: states[name] for name in builder.spec.experts},
+        transformers={name: _with_rooms(states[name], builder) for name in builder.spec.experts},
         vae=states["vae"],
         text_encoder=states.get("text_encoder"),
         image_encoder=states.get("image_encoder"),
@@ -135,6 +137,17 @@ def load_wan_parameters(
 
 
 Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
+
+
+def _with_rooms(state: nnx.State, builder: ProgramBuilder) -> nnx.State:
+    """Returns a loaded transformer with empty rooms for adapters, if the model has any."""
+    if not builder.spec.transformer.adapter_rank:
+        return state
+    from maxdiffusion.checkpoints.lora_update import with_rooms  # for `lora_rank` alone
+
+    return with_rooms(state, builder.models.transformer.parameters, builder.mesh)
+
+
 OutputType = Literal["np", "latent", "uint8"]
 EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
 
@@ -210,7 +223,7 @@ class VideoPipeline(LoraMethods):
             )
         opened, spec = open_wan_folder(folder, transformers)
         builder = ProgramBuilder(
-            spec=spec.with_scan(settings.scan_layers),
+            spec=spec.with_scan(settings.scan_layers).with_adapter_rank(settings.lora_rank),
             settings=settings,
             mesh=mesh or single_device_mesh(),
         )
@@ -250,21 +263,21 @@ class VideoPipeline(LoraMethods):
                 )
             sources = component_sources(self._folder, self.builder)
             experts = {name: sources[name] for name in self.builder.spec.experts}
-            self._lora = LoraAdapters(experts, self.builder.mesh)
+            abstract = self.builder.models.transformer.parameters
+            self._lora = LoraAdapters(experts, abstract, self.builder.mesh)
         return self._lora
 
     def apply_adapters(self) -> None:
-        """Reads the transformers again whose adapters changed since they were read."""
+        """Brings the transformers in line with adapters that changed."""
         if self._lora is None:
             return
-        held, experts = self.parameters.transformers, self.builder.spec.experts
-        stale = [name for name in experts if name in self._lora.stale() or name not in held]
-        if stale:
-            # Frees the old weights first: both do not fit.
-            held = {name: state for name, state in held.items() if name not in stale}
-            self.parameters = replace(self.parameters, transformers=held)
-            held = {**held, **self._lora.stream(stale)}
-            ordered = {name: held[name] for name in experts}
+        held = {**self.parameters.transformers}
+        # This is the last reference: old weights are freed before new ones are read.
+        self.parameters = replace(self.parameters, transformers={})
+        try:
+            self._lora.refresh(held)
+        finally:
+            ordered = {name: held[name] for name in self.builder.spec.experts if name in held}
             self.parameters = replace(self.parameters, transformers=ordered)
 
     @abstractmethod

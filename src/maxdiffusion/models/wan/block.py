@@ -98,11 +98,12 @@ class Projections(nnx.Module):
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
         square, width = (config.model_dim, config.model_dim), config.model_dim_axis
+        rank = config.adapter_rank
         self.head_dim = config.head_dim
-        self.to_q = Linear(square, (width, "heads"), numerics, rngs=rngs)
-        self.to_k = Linear(square, (width, "heads"), numerics, rngs=rngs)
-        self.to_v = Linear(square, (width, "heads"), numerics, rngs=rngs)
-        self.to_out = Linear(square, ("heads", width), numerics, rngs=rngs)
+        self.to_q = Linear(square, (width, "heads"), numerics, rank=rank, rngs=rngs)
+        self.to_k = Linear(square, (width, "heads"), numerics, rank=rank, rngs=rngs)
+        self.to_v = Linear(square, (width, "heads"), numerics, rank=rank, rngs=rngs)
+        self.to_out = Linear(square, ("heads", width), numerics, rank=rank, rngs=rngs)
         self.norm_q = RmsNorm(config.model_dim, numerics, eps=config.eps)
         self.norm_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
@@ -183,8 +184,9 @@ class CrossAttention(Projections):
         self.has_image = config.image_dim is not None
         if self.has_image:
             square, width = (config.model_dim, config.model_dim), config.model_dim_axis
-            self.add_k_proj = Linear(square, (width, "heads"), numerics, rngs=rngs)
-            self.add_v_proj = Linear(square, (width, "heads"), numerics, rngs=rngs)
+            rank = config.adapter_rank
+            self.add_k_proj = Linear(square, (width, "heads"), numerics, rank=rank, rngs=rngs)
+            self.add_v_proj = Linear(square, (width, "heads"), numerics, rank=rank, rngs=rngs)
             self.norm_added_k = RmsNorm(config.model_dim, numerics, eps=config.eps)
 
     def __call__(
@@ -251,8 +253,9 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
         narrow, wide, width = config.model_dim, config.ffn_dim, config.model_dim_axis
-        self.up = Linear((narrow, wide), (width, "mlp"), numerics, rngs=rngs)
-        self.down = Linear((wide, narrow), ("mlp", width), numerics, rngs=rngs)
+        rank = config.adapter_rank
+        self.up = Linear((narrow, wide), (width, "mlp"), numerics, rank=rank, rngs=rngs)
+        self.down = Linear((wide, narrow), ("mlp", width), numerics, rank=rank, rngs=rngs)
 
     @jax.named_scope("mlp")
     def __call__(

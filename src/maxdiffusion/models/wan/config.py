@@ -32,7 +32,9 @@ _FIXED = {"qk_norm": "rms_norm_across_heads", "cross_attn_norm": True}
 _IMAGE_WIDTH = "added_kv_proj_dim"  # the width of image keys and values: always the model's
 # Sizes of parts that a model may lack: None or () stands for "has no such part".
 _OPTIONAL = ("image_dim", "image_positions", "control_layers", "control_channels")
-_NOT_SIZES = ("patch", "eps", "scan_layers", "spread_weights", "control_layers", "face")
+_NOT_SIZES = (
+    *("patch", "eps", "scan_layers", "spread_weights", "control_layers", "face", "adapter_rank"),
+)
 # The same two tables for the parts that only Animate has.
 _ANIMATE = "WanAnimateTransformer3DModel"
 _FACE_SIZES = {
@@ -158,6 +160,7 @@ class WanTransformerConfig:
     face: FaceConfig | None = None
     scan_layers: bool = True  # one compiled block in a loop, or every block written out
     spread_weights: bool = False  # the blocks' weights over all devices that share a sequence
+    adapter_rank: int = 0  # room for LoRA adapters that change without a new program; 0 = none
 
     def __post_init__(self) -> None:
         problems = [
@@ -236,9 +239,7 @@ class WanTransformerConfig:
         whole = {
             name: value
             for name, value in vars(self).items()
-            if name
-            not in ("patch", "eps", "scan_layers", "spread_weights", "control_layers", "face")
-            and not (name in _OPTIONAL and value is None)
+            if name not in _NOT_SIZES and not (name in _OPTIONAL and value is None)
         }
         whole |= {f"patch[{index}]": size for index, size in enumerate(self.patch)}
         return [

@@ -65,7 +65,10 @@ _KERNEL = nnx.initializers.lecun_normal()
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias, summed in float32 and rounded to `dtype` once."""
+    """x @ kernel + bias, summed in float32 and rounded to `dtype` once.
+
+    With a rank, x @ lora_down @ lora_up is part of the sum: room for adapters, zero without one.
+    """
 
     def __init__(
         self,
@@ -73,16 +76,30 @@ class Linear(nnx.Module):
         dims: tuple[str, str],
         numerics: Numerics,
         *,
+        rank: int = 0,
         rngs: nnx.Rngs,
     ):
         self.dtype = numerics.dtype
+        self.rank = rank
         self.kernel = nnx.Param(_KERNEL(rngs.params(), sizes, numerics.param_dtype), dims=dims)
         self.bias = nnx.Param(
             jnp.zeros(sizes[1], numerics.param_dtype), dims=(vector_dim(dims[1]),)
         )
+        if rank:
+            down, up = (sizes[0], rank), (rank, sizes[1])
+            self.lora_down = nnx.Param(
+                jnp.zeros(down, numerics.param_dtype), dims=(dims[0], "rank")
+            )
+            self.lora_up = nnx.Param(jnp.zeros(up, numerics.param_dtype), dims=("rank", dims[1]))
 
     def __call__(self, x: Float[Array, "*dims I"]) -> Float[Array, "*dims O"]:
-        return affine(x, self.kernel[...], self.bias[...], dtype=self.dtype)
+        if not self.rank:
+            return affine(x, self.kernel[...], self.bias[...], dtype=self.dtype)
+        narrow = product(x, self.lora_down[...], dtype=self.dtype)
+        added = product(narrow, self.lora_up[...], dtype=self.dtype)
+        whole = product(x, self.kernel[...], dtype=self.dtype)
+        bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), whole.shape)
+        return (whole + bias + added).astype(self.dtype)
 
 
 class LayerNorm(nnx.Module):
@@ -124,15 +141,22 @@ def affine(
     dtype: jnp.dtype,
 ) -> Float[Array, "*dims O"]:
     """Returns x @ kernel + bias from operands in `dtype`, summed in float32 and rounded once."""
+    total = product(x, kernel, dtype=dtype)
+    return (total + jnp.broadcast_to(bias.astype(jnp.float32), total.shape)).astype(dtype)
+
+
+def product(
+    x: Float[Array, "*dims I"], kernel: Float[Array, "I O"], *, dtype: jnp.dtype
+) -> Float[Array, "*dims O"]:
+    """Returns x @ kernel from operands in `dtype`, summed in float32."""
     # By default a TPU multiplies float32 in bfloat16.
     precision = jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    product = jnp.matmul(
+    return jnp.matmul(
         x.astype(dtype),
         kernel.astype(dtype),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return (product + jnp.broadcast_to(bias.astype(jnp.float32), product.shape)).astype(dtype)
 
 
 def standardize(x: Float[Array, "... D"], *, eps: float) -> Float[Array, "... D"]:
