@@ -155,7 +155,7 @@ class Animate(Task):
         part: SegmentInputs,
         vae: WanVaeConfig,
         encoders: Encoders,
-    ) -> Float32[np.ndarray, "F Y X C"]:
+    ) -> Float32[np.ndarray, "F y x O"]:
         """Returns mask and encoded pixels: the character, then the video of given frames."""
         previous = None if one.previous is None else one.previous * np.float32(2) - np.float32(1)
         video = part.condition_video(previous, self.overlap)
