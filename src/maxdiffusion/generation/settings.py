@@ -132,8 +132,11 @@ def program_shape(
     )
 
 
-def guidance_scales(config: Config) -> GuidanceScales:
-    """Returns the guidance scale of each expert."""
+def guidance_scales(config: Config, spec: WanSpec | None = None) -> GuidanceScales:
+    """Returns the guidance scale of each expert; Animate has a field of its own."""
+    if spec is not None and spec.animates:
+        scale = config.animate_guidance_scale
+        return GuidanceScales(high_noise=scale, low_noise=scale)
     if config.model_name == "wan2.2":
         return GuidanceScales(
             high_noise=config.guidance_scale_high, low_noise=config.guidance_scale_low
@@ -158,7 +161,7 @@ def run_plan(config: Config, spec: WanSpec) -> RunPlan:
     """Returns expert, guidance and scale of every step."""
     return plan_run(
         sampler(config, spec),
-        scales=guidance_scales(config),
+        scales=guidance_scales(config, spec),
         boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
         boundary_step_index=config.boundary_step_index,
         guidance_end_step=config.guidance_end_step,
