@@ -159,6 +159,21 @@ GENERATE = Command(
     run=with_config(generate),
     common=("pretrained_model_name_or_path", *SAMPLING, "output_dir", *DEVICES),
 )
+ANIMATE = Command(
+    name="generate_wan_animate",
+    summary="Makes a character move as in a video, or replaces a person by it (WAN 2.2 Animate).",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='base_wan_animate.yml')}\n\n"
+    f"generate_wan does the same with this config. {ALL_KEYS}",
+    run=with_config(generate),
+    common=(
+        *("pretrained_model_name_or_path", "prompt", "seed", "height", "width"),
+        *("mode", "reference_image_path", "pose_video_path", "face_video_path"),
+        *("background_video_path", "mask_video_path", "segment_frame_length"),
+        *("prev_segment_conditioning_frames", "animate_guidance_scale"),
+        *("num_inference_steps", "output_dir", *DEVICES),
+    ),
+)
 SERVE = Command(
     name="serve_wan",
     summary="Serves videos over HTTP: the videos API of the openai package, and a page.",
@@ -260,4 +275,4 @@ READ_PROFILE = Command(
 docs/profiling.md explains the scopes.""",
     run=read_profile,
 )
-COMMANDS = (GENERATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)
+COMMANDS = (GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)

@@ -79,7 +79,9 @@ class InputFields:
         "", "Animate, replace: mask of the background; white is made, black is kept."
     )
     segment_frame_length: int = setting(
-        77, "Animate: frames of a segment.", Integer(minimum=5, step=4, offset=1)
+        77,
+        "Animate: frames of a segment, 4n + 1; `num_frames` is not used.",
+        Integer(minimum=5, step=4, offset=1),
     )
     prev_segment_conditioning_frames: int = setting(
         1,
@@ -88,7 +90,8 @@ class InputFields:
     )
     motion_encode_batch_size: int | None = setting(
         None,
-        "Animate: frames encoded at once by the motion encoder; null = all.",
+        "Animate: faces that the motion encoder reads at once, at least one per device; the result "
+        "does not depend on it. null = 8, the checkpoint's.",
         Nullable(Integer(minimum=1)),
     )
     animate_guidance_scale: float = setting(

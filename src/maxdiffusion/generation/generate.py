@@ -47,10 +47,9 @@ from maxdiffusion.generation.settings import (
     run_plan,
     sampler,
     use_compilation_cache,
-    video_shape_of,
 )
 from maxdiffusion.pipelines import pipeline_named
-from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes
+from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, as_bytes, as_floats
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
@@ -129,6 +128,9 @@ class Run:
         """Denoises a group, unless an earlier run has, then decodes it and queues its files."""
         PROGRESS.checkpoint(f"the prompts of {group[0].path.name}")
         request = request_of(self.job, group)
+        if request.task.in_segments:
+            self.make_in_segments(group, request)
+            return
         if group[0] in stored:
             latents = stored.read(group)
         else:
@@ -136,6 +138,24 @@ class Run:
             self.writer.store(group, latents)
         self.decode(group, request, latents)
         self.writer.wait_for_latents()
+
+    def make_in_segments(self, group: Group, request: Request) -> None:
+        """Makes videos whose segments continue each other, and queues their files.
+
+        A killed run makes them from the beginning: the latents of one segment are not enough.
+        """
+        from maxdiffusion.pipelines.tasks.animate import bytes_of, make_segments  # for Animate
+
+        def decode(part: Request, latents: np.ndarray) -> np.ndarray:
+            PROGRESS.checkpoint(f"decoding a segment of {group[0].path.name}")
+            with self.decode_stage(Stage.VAE_DECODE_DEVICE):
+                return np.asarray(self.pipeline.decode(part, latents, as_floats))
+
+        frames, _ = make_segments(request, self.denoise, decode)
+        for video, one in zip(group, frames, strict=False):
+            PROGRESS.checkpoint(f"writing {video.path.name}")
+            with self.decode_stage(Stage.VAE_DECODE_HOST):
+                self.writer.add(video, bytes_of(one))
 
     def denoise(self, request: Request) -> np.ndarray:
         """Returns the latents of every video of a request, on the host, equal on all processes."""
@@ -307,7 +327,9 @@ def compile_programs(
     with timings.stage(Stage.COMPILE):
         prompts = [video.prompt for video in videos]
         for request in requests:
-            pipeline.compile(request, as_bytes, other_prompts=prompts)
+            # The next segment continues frames that were not rounded.
+            frames = as_floats if request.task.in_segments else as_bytes
+            pipeline.compile(request, frames, other_prompts=prompts)
             if report.active:
                 pipeline.compile_fixed_m_eligible_heads(request)
 
@@ -330,7 +352,7 @@ def request_of(job: ResolvedJob, group: Group) -> Request:
     return Request(
         prompts=tuple(video.prompt for video in full),
         negative_prompts=(config.negative_prompt,) * len(full),
-        video=video_shape_of(config, line),
+        video=job.tasks.video(line),
         sampler=task.sampler(sampler(config, job.builder.spec)),
         scales=job.workload.guidance,
         boundary_ratio=config.boundary_ratio if len(job.builder.spec.experts) == 2 else None,
@@ -412,6 +434,8 @@ def start_up_plan(job: ResolvedJob) -> str:
     config, builder, shape = job.config, job.builder, job.shape
     device = builder.mesh.devices.flat[0]
     axes = " x ".join(f"{axis} {size}" for axis, size in builder.mesh.shape.items())
+    length = f"{job.tasks.video(job.workload.lines[0]).num_frames} frames"
+    length = f"segments of {length}" if shape.task.in_segments else length
     lines = [
         f"maxdiffusion {__version__} on {builder.mesh.size} x {device.device_kind}",
         f"model: {config.model_name} from {config.pretrained_model_name_or_path}",
@@ -423,7 +447,7 @@ def start_up_plan(job: ResolvedJob) -> str:
         *([] if isinstance(shape.task, TextToVideo) else [f"task: {shape.task.title}"]),
         builder.decoder_sharding(shape).describe(),
         builder.settings.precision.describe(),
-        f"videos: {job.workload.videos} of {config.num_frames} frames of "
+        f"videos: {job.workload.videos} of {length} of "
         f"{config.width}x{config.height}, {shape.videos} at a time, "
         f"{config.num_inference_steps} steps",
         run_plan(config, builder.spec).describe(),

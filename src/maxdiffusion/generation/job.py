@@ -189,13 +189,13 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice])
     tasks = LineTasks(config=config, spec=spec)
     notes: tuple[str, ...] = ()
     with problems:
-        workload = check_config(config, device_count=len(devices))
+        workload = check_config(config, device_count=len(devices), spec=spec)
     with problems:
         check_model(config, spec)
     with problems:
         notes = tasks.check(request_lines(config))
     with problems:
-        mesh = check_mesh(config, **counts(devices), heads=spec.transformer.heads)
+        mesh = check_mesh(config, **counts(devices), heads=spec.transformer.heads, spec=spec)
         check_attention_name(config)
         batch = batch_size(config, len(devices))
         shapes = [tasks.shape(line, batch) for line in request_lines(config)]
@@ -342,8 +342,11 @@ def check_without_model(
     return workload, mesh
 
 
-def check_config(config: Config, *, device_count: int) -> Workload:
-    """Returns the videos of a config; raises everything that is wrong with the config alone."""
+def check_config(config: Config, *, device_count: int, spec: WanSpec | None = None) -> Workload:
+    """Returns the videos of a config; raises everything that is wrong with the config alone.
+
+    `spec` is None while the model is not known.
+    """
     problems = Collector()
     for check in (check_refused, check_attention_name, check_guidance, check_steps):
         with problems:
@@ -369,7 +372,7 @@ def check_config(config: Config, *, device_count: int) -> Workload:
         lines=lines,
         videos_per_prompt=per_prompt,
         batch_size=batch,
-        guidance=guidance_scales(config),
+        guidance=guidance_scales(config, spec),
     )
 
 
@@ -385,7 +388,8 @@ def check_model(config: Config, spec: WanSpec) -> None:
 
 def check_experts(config: Config, spec: WanSpec) -> None:
     """Raises if the config is for a model with another number of experts."""
-    expected = 2 if config.model_name == "wan2.2" and not spec.time_per_token else 1
+    single = spec.time_per_token or spec.animates  # of WAN 2.2, with one transformer
+    expected = 2 if config.model_name == "wan2.2" and not single else 1
     if len(spec.experts) != expected:
         other = "wan2.1" if expected == 2 else "wan2.2"
         problem = Problem(
@@ -399,16 +403,21 @@ def check_experts(config: Config, spec: WanSpec) -> None:
 
 
 def check_mesh(
-    config: Config, *, device_count: int, slice_count: int, heads: int | None
+    config: Config,
+    *,
+    device_count: int,
+    slice_count: int,
+    heads: int | None,
+    spec: WanSpec | None = None,
 ) -> MeshSplit:
     """Returns the mesh of a config; raises if batch or heads do not divide over its axes.
 
-    `heads` is None while the model is not known.
+    `heads` and `spec` are None while the model is not known.
     """
     mesh = resolve_mesh(config, device_count, slice_count, heads)
     problems = Collector()
     with problems:
-        check_data_axis(config, batch_size(config, device_count), mesh)
+        check_data_axis(config, batch_size(config, device_count), mesh, spec)
     if heads is not None:
         with problems:
             check_tensor_axis(heads, mesh)
@@ -455,9 +464,11 @@ def batch_size(config: Config, devices: int) -> int:
     )
 
 
-def check_data_axis(config: Config, batch: int, mesh: MeshSplit) -> None:
+def check_data_axis(
+    config: Config, batch: int, mesh: MeshSplit, spec: WanSpec | None = None
+) -> None:
     """Raises if the data axis does not divide the rows of a batch."""
-    copies = 2 if guidance_scales(config).active else 1
+    copies = 2 if guidance_scales(config, spec).active else 1
     rows, data = batch * copies, mesh.shape.data
     if rows % data:
         fitting = " or ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)

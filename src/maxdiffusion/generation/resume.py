@@ -61,6 +61,11 @@ GUIDANCE = {
     ),
     "wan2.1": ("guidance_scale",),
 }
+ANIMATE = (
+    *("mode", "segment_frame_length", "prev_segment_conditioning_frames"),
+    "animate_guidance_scale",
+)
+"""Config fields that the frames of Animate depend on besides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +151,9 @@ def changes_of(job: ResolvedJob, line: VideoRequestLine) -> dict[str, Any]:
     inputs = job.tasks.inputs(line)
     if inputs is not None:
         changes |= {"inputs": inputs.digest, "image_fit": job.config.image_fit}
+    if inputs is not None and inputs.pose_video is not None:
+        changes |= {name: job.config.values[name] for name in ANIMATE}
+        changes |= {"num_frames": len(inputs.pose_video)}
     return changes
 
 
@@ -306,7 +314,7 @@ class VideoWriter:
         if self._stored is not None:
             self._stored.result()
 
-    def add(self, video: Video, frames: jax.Array) -> None:
+    def add(self, video: Video, frames: jax.Array | np.ndarray) -> None:
         """Queues a video; waits while more than `AHEAD` others have no file yet."""
         if jax.process_index() != 0:
             return

@@ -1,6 +1,7 @@
 """Returns the values that a pipeline and a run are built from, given a config.
 
 model      precision, attention options, decoding, sampler, guidance, sizes
+tasks      what each line of a job gives its model, and the shapes that follow
 caches     `jax_cache_dir` (jax's own), `aot_cache_dir` (whole programs)
 profile    steps to trace
 """
@@ -137,8 +138,11 @@ def program_shape(
     )
 
 
-def guidance_scales(config: Config) -> GuidanceScales:
-    """Returns the guidance scale of each expert."""
+def guidance_scales(config: Config, spec: WanSpec | None = None) -> GuidanceScales:
+    """Returns the guidance scale of each expert; Animate has a field of its own."""
+    if spec is not None and spec.animates:
+        scale = config.animate_guidance_scale
+        return GuidanceScales(high_noise=scale, low_noise=scale)
     if config.model_name == "wan2.2":
         return GuidanceScales(
             high_noise=config.guidance_scale_high, low_noise=config.guidance_scale_low
@@ -163,7 +167,7 @@ def run_plan(config: Config, spec: WanSpec) -> RunPlan:
     """Returns expert, guidance and scale of every step."""
     return plan_run(
         sampler(config, spec),
-        scales=guidance_scales(config),
+        scales=guidance_scales(config, spec),
         boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
         boundary_step_index=config.boundary_step_index,
         guidance_end_step=config.guidance_end_step,
@@ -228,7 +232,18 @@ TEXT = TextToVideo()
 
 @dataclass(frozen=True, kw_only=True)
 class LineTasks:
-    """Tasks and inputs of the lines of a job."""
+    """Tasks and inputs of the lines of a job.
+
+        checkpoint            takes                          task
+        text-to-video         nothing, or a video            TextToVideo, VideoToVideo
+        image-to-video        image, last_image              ImageToVideo
+        TI2V-5B               nothing or image               TextToVideo, FirstFrame
+        VACE                  video, mask, references        ControlToVideo
+        Animate               image, pose and face video     Animate
+
+    Inputs are opened and checked here, before weights are read. A plain text-to-video job loads
+    nothing of what images and videos need.
+    """
 
     config: Config
     spec: WanSpec
@@ -250,7 +265,10 @@ class LineTasks:
         notes: tuple[str, ...] = ()
         with problems:
             check_model_type(self.config, self.spec)
-        for video in {video_shape_of(self.config, line): None for line in lines}:
+        if self.spec.animates:
+            with problems:
+                check_animate(self.config, lines)
+        for video in {self.video(line): None for line in lines}:
             with problems:
                 check_video_shape(video, self.spec.vae, self.spec.transformer)
         if self.takes_inputs or states_inputs(self.config, lines):
@@ -265,6 +283,16 @@ class LineTasks:
     def task(self, line: VideoRequestLine) -> Task:
         """Returns the task of a line; raises if the model cannot do it."""
         config, fit = self.config, cast("ImageFit", self.config.image_fit)
+        if self.spec.animates:
+            from maxdiffusion.pipelines.tasks.animate import animate_task
+
+            return animate_task(
+                self.spec,
+                length=config.segment_frame_length,
+                overlap=config.prev_segment_conditioning_frames,
+                motion_batch=config.motion_encode_batch_size,
+                fit=fit,
+            )
         if self.spec.transformer.control_layers:
             from maxdiffusion.pipelines.tasks.vace import control_task
 
@@ -286,8 +314,19 @@ class LineTasks:
     def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
         """Returns the sizes that the programs of a line are compiled for."""
         task = self.task(line) if self.takes_inputs else TEXT
-        video = video_shape_of(self.config, line)
-        return program_shape(self.config, self.spec, videos, video=video, task=task)
+        return program_shape(self.config, self.spec, videos, video=self.video(line), task=task)
+
+    def video(self, line: VideoRequestLine) -> VideoShape:
+        """Returns the size of a line's video, of one segment if it is made in several.
+
+        A line has precedence over the config.
+        """
+        frames = line.num_frames or self.config.num_frames
+        return VideoShape(
+            height=line.height or self.config.height,
+            width=line.width or self.config.width,
+            num_frames=self.config.segment_frame_length if self.spec.animates else frames,
+        )
 
     def inputs(self, line: VideoRequestLine) -> VisualInputs | None:
         """Returns the images and videos of a line; None if its task has none."""
@@ -304,6 +343,8 @@ class LineTasks:
     def _rules(self) -> "InputRules":
         from maxdiffusion.generation import inputs
 
+        if self.spec.animates:
+            return inputs.ANIMATE
         if self.spec.transformer.control_layers:
             return inputs.VACE
         if self.config.video_path and not self.spec.image_channels:
@@ -319,13 +360,23 @@ class LineTasks:
         return inputs.IMAGE_TO_VIDEO.requiring("last_image")
 
 
-def video_shape_of(config: Config, line: VideoRequestLine) -> VideoShape:
-    """Returns the size of a line's video; a line has precedence over the config."""
-    return VideoShape(
-        height=line.height or config.height,
-        width=line.width or config.width,
-        num_frames=line.num_frames or config.num_frames,
-    )
+def check_animate(config: Config, lines: Sequence[VideoRequestLine]) -> None:
+    """Raises for settings that have no effect on Animate; a file may have them for other models."""
+    length = ("a video has as many frames as its poses", "Leave it out, or cut the pose video")
+    scale = ("Animate has one guidance scale", "Use animate_guidance_scale")
+    rules = {"num_frames": length, "guidance_scale_high": scale, "guidance_scale_low": scale}
+    found = [(name, config.values[name], name) for name in rules if config.overridden(name)]
+    found += [
+        (line.field("num_frames"), line.num_frames, "num_frames")
+        for line in lines
+        if line.num_frames is not None
+    ]
+    Collector(
+        [
+            Problem(name=shown, value=value, rule=rules[name][0], remedy=rules[name][1])
+            for shown, value, name in found
+        ]
+    ).raise_if_any()
 
 
 def states_inputs(config: Config, lines: Sequence[VideoRequestLine]) -> bool:

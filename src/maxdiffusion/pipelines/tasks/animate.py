@@ -155,7 +155,7 @@ class Animate(Task):
         part: SegmentInputs,
         vae: WanVaeConfig,
         encoders: Encoders,
-    ) -> Float32[np.ndarray, "F Y X C"]:
+    ) -> Float32[np.ndarray, "F y x O"]:
         """Returns mask and encoded pixels: the character, then the video of given frames."""
         previous = None if one.previous is None else one.previous * np.float32(2) - np.float32(1)
         video = part.condition_video(previous, self.overlap)
@@ -264,6 +264,7 @@ class WanAnimatePipeline(VideoPipeline):
         spec = self.builder.spec
         task = animate_task(
             spec,
+            length=segment_frame_length,
             overlap=prev_segment_conditioning_frames,
             motion_batch=motion_encode_batch_size,
             fit=image_fit,
@@ -286,7 +287,6 @@ class WanAnimatePipeline(VideoPipeline):
             inputs=[inputs],
             **arguments,
         )
-        check_segments(request)
         shape = self.shape(request)
         frames, final = make_segments(
             request,
@@ -301,9 +301,17 @@ class WanAnimatePipeline(VideoPipeline):
 
 
 def animate_task(
-    spec: WanSpec, *, overlap: int, motion_batch: int | None = None, fit: ImageFit = "stretch"
+    spec: WanSpec,
+    *,
+    length: int,
+    overlap: int,
+    motion_batch: int | None = None,
+    fit: ImageFit = "stretch",
 ) -> Animate:
-    """Returns the task of an Animate checkpoint; raises if it is another, or numbers are wrong."""
+    """Returns the task of an Animate checkpoint; raises if it is another, or numbers are wrong.
+
+    Segments of `length` frames take `overlap` frames over from the one before.
+    """
     face, encoder = spec.transformer.face, spec.image_encoder
     if face is None or encoder is None:
         rule = "this checkpoint takes no poses and faces, or lacks the image encoder"
@@ -312,6 +320,7 @@ def animate_task(
     if motion_batch is not None and motion_batch < 1:
         name, rule = "motion_encode_batch_size", "must be a positive integer"
         raise ProblemsFound([Problem(name=name, value=motion_batch, rule=rule)])
+    Segments(poses=1, length=length, overlap=overlap)  # raises unless segments can go on
     return Animate(
         overlap=overlap,
         face_size=face.size,
@@ -320,13 +329,6 @@ def animate_task(
         clip_tokens=encoder.tokens,
         fit=fit,
     )
-
-
-def check_segments(request: Request) -> None:
-    """Raises if segments of this length cannot continue each other."""
-    assert isinstance(request.task, Animate)
-    length, overlap = request.video.num_frames, request.task.overlap
-    Segments(poses=1, length=length, overlap=overlap)
 
 
 def visual_inputs(image: ImageSource, videos: dict[str, Any], mode: Mode) -> VisualInputs:
