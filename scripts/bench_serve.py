@@ -1,4 +1,4 @@
-"""Measures the server while its device loop is busy: python scripts/bench_serve.py [SECONDS]
+"""Measures the server while its device loop is busy: python scripts/bench_serve.py [SECONDS|fleet]
 
 Starts serve_wan with the embedded model on this machine's CPU, fills its queue and calls it:
 
@@ -7,7 +7,8 @@ Starts serve_wan with the embedded model on this machine's CPU, fills its queue 
     queue       jobs accepted, held at once, completed; lost = accepted but never finished
     memory      growth of the process over the second half of the run
 
-The last lines are the table of docs/serving.md.
+The last lines are the table of docs/serving.md. `fleet` compares the simulation of plan_fleet with
+the server under the same arrivals.
 """
 
 import http.client
@@ -99,13 +100,77 @@ def memory(process: subprocess.Popen) -> float:
 
 def completed(client: Client) -> int:
     """Returns how many jobs have completed."""
-    state = client.call("GET", "/v1/videos?limit=1")
-    del state
     connection = client._connection
     connection.request("GET", "/metrics")
     text = connection.getresponse().read().decode()
     name = 'maxdiffusion_jobs{status="completed"}'
     return int(float(next(x for x in text.splitlines() if x.startswith(name)).split()[1]))
+
+
+def make(client: Client, steps: int) -> str:
+    """Queues a video and returns its id."""
+    body = {"prompt": PROMPT, "num_inference_steps": steps}
+    return client.call("POST", "/v1/videos", body)["id"]
+
+
+def seconds_of(client: Client, steps: int, count: int = 12) -> float:
+    """Returns the seconds of a video while others wait."""
+    began = time.perf_counter()
+    jobs = [make(client, steps) for _ in range(count)]
+    while client.call("GET", f"/v1/videos/{jobs[-1]}")["status"] != "completed":
+        time.sleep(0.005)
+    return (time.perf_counter() - began) / count
+
+
+def check_fleet(videos: int = 150, busy: float = 0.6) -> None:
+    """Compares the simulation of plan_fleet with the server under the same arrivals."""
+    import numpy as np
+
+    from maxdiffusion.costs.fleet import Load, Work, waits
+
+    with tempfile.TemporaryDirectory() as folder:
+        process, address = start(Path(folder))
+        try:
+            client = Client(address)
+            seconds_of(client, 20)
+            kinds = {steps: seconds_of(client, steps) for steps in (20, 80)}
+            works = tuple(Work(name=str(steps), seconds=one) for steps, one in kinds.items())
+            mean = sum(kinds.values()) / len(kinds)
+            load = Load(per_hour=3600 * busy / mean, works=works)
+            arrivals, seconds = load.draw(videos)
+            expected = waits(arrivals, seconds, 1) + seconds
+            steps_of = {one: steps for steps, one in kinds.items()}
+            measured = answer_times(client, arrivals, [steps_of[one] for one in seconds])
+        finally:
+            process.terminate()
+            process.wait(60)
+    print(f"{videos} Poisson arrivals, one server {busy:.0%} busy, videos of {kinds} s by steps")
+    print("| seconds from request to video | simulated | measured | error |\n|---|---|---|---|")
+    for name, pick in (
+        ("mean", np.mean),
+        ("p50", np.median),
+        ("p95", lambda values: np.quantile(values, 0.95)),
+    ):
+        simulated, found = float(pick(expected)), float(pick(measured))
+        print(f"| {name} | {simulated:.2f} | {found:.2f} | {simulated / found - 1:+.0%} |")
+
+
+def answer_times(client: Client, arrivals: object, steps: list[int]) -> list[float]:
+    """Sends requests at the given times; returns the seconds until each video is there."""
+    began, sent, done = time.perf_counter(), {}, {}
+    waiting = list(zip(arrivals, steps, strict=True))
+    while len(done) < len(steps):
+        now = time.perf_counter() - began
+        if waiting and waiting[0][0] <= now:
+            arrival, count = waiting.pop(0)
+            sent[make(client, count)] = arrival
+            continue
+        open_jobs = [name for name in sent if name not in done]
+        for name in open_jobs[:2]:  # one server finishes them in order
+            if client.call("GET", f"/v1/videos/{name}")["status"] == "completed":
+                done[name] = time.perf_counter() - began
+        time.sleep(0.004)
+    return [done[name] - arrival for name, arrival in sent.items()]
 
 
 def main(seconds: float) -> None:
@@ -161,5 +226,7 @@ def main(seconds: float) -> None:
     print(f"{before:.0f} -> {middle:.0f} -> {after:.0f} MB")
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and sys.argv[1:] == ["fleet"]:
+    check_fleet()
+elif __name__ == "__main__":
     main(float(sys.argv[1]) if len(sys.argv) > 1 else 30.0)

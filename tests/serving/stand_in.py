@@ -21,6 +21,18 @@ from maxdiffusion.serving.store import Job, JobStore, new_id, open_database
 TINY = Path(__file__).parents[2] / "configs/wan_tiny.yml"
 SIZES = (Size(width=64, height=64, frames=9), Size(width=96, height=64, frames=9))
 
+PLAN = {
+    "device": "TPU7x",
+    "devices": 8,
+    "mesh": {"data": 2, "ring": 2, "ulysses": 2},
+    "attention": "ulysses_ring_custom",
+    "runs": "ulysses_ring_custom",
+    "scheme": "ring 2 x Ulysses 2",
+    "kernel": "flash",
+    "tokens": 75600,
+    "text": "the plan",
+}
+
 
 def config_of(folder: Path, **overrides):
     values = {
@@ -39,6 +51,7 @@ def offer_of(config, **facts) -> Offer:
         "frame_step": 4,
         "most_pixels": 10**6,
         "schedulers": ("unipc", "euler"),
+        "plan": PLAN,
     }
     return Offer.of(config, **usual | facts)
 

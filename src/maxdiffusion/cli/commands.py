@@ -151,6 +151,16 @@ def read_profile(arguments: Sequence[str]) -> None:
     print(table(read_profiles(Path(folder)), int(depth[0]) if depth else DEPTH))
 
 
+def plan_fleet(arguments: Sequence[str]) -> None:
+    """Prints the servers that a load needs."""
+    from maxdiffusion.costs.fleet import describe, draw_plan, parse_arguments, plan
+
+    request = parse_arguments(arguments)
+    print(describe(request, plan(request)))
+    if request.plot:
+        draw_plan(request, Path(request.plot))
+
+
 GENERATE = Command(
     name="generate_wan",
     summary="Makes videos.",
@@ -275,4 +285,25 @@ READ_PROFILE = Command(
 docs/profiling.md explains the scopes.""",
     run=read_profile,
 )
-COMMANDS = (GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE)
+PLAN_FLEET = Command(
+    name="plan_fleet",
+    summary="Says how many servers a load of videos needs, by simulating their queue.",
+    arguments="rate=PER_HOUR mix=NAME:SECONDS[:SHARE] ...",
+    details="""\
+  rate=120                        videos per hour that are asked for
+  mix=720p:95:0.7                 seconds that a server needs for one video of a size, and its share
+  mix=480p:report.json:0.3        the same from a report of preflight_wan
+  wait=60                         seconds that 95 of 100 videos may wait at most
+  chips=8                         chips of a server; reports have them
+  replicas=4                      only this number of servers, instead of the least that suffice
+  plot=fleet.svg                  draws waits over the number of servers
+  -h, --help                      prints this text
+  --version                       prints the version
+
+docs/serving.md has an example.""",
+    run=plan_fleet,
+)
+COMMANDS = (
+    *(GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE),
+    PLAN_FLEET,
+)

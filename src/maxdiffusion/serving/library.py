@@ -73,8 +73,10 @@ class Library:
         """Returns the bytes of a job's files once they would survive a power failure."""
         size = 0
         for path in self._files(identifier):
-            size += path.stat().st_size
-            if not is_object_store(path):
+            if is_object_store(path):
+                size += path.stat().length  # type: ignore[attr-defined]  # of etils
+            else:
+                size += path.stat().st_size
                 flush(path)
         if not is_object_store(self.folder):
             flush(self.folder)

@@ -201,10 +201,9 @@ class JobQueue:
         job = self.store.delete(identifier, owner)
         if job is None:
             return False
-        self._cancelled.add(identifier)
+        self._stop_running(identifier)
         if job.status != IN_PROGRESS:
             self.library.remove(identifier)
-            self._cancelled.discard(identifier)
         self.notify()
         return True
 
@@ -232,12 +231,17 @@ class JobQueue:
     def cancel(self, identifier: str, owner: str) -> Job | None:
         """Cancels a job: at once if it waits, at its next step if it runs."""
         job = self.store.cancel(identifier, owner)
-        if job is not None and job.status == IN_PROGRESS:
-            self._cancelled.add(identifier)
+        self._stop_running(identifier)
         if job is not None and not job.is_active and job.error:
             self.library.remove(identifier)
         self.notify()
         return job
+
+    def _stop_running(self, identifier: str) -> None:
+        """Lets the device loop end a job; the row says the same, for a job that is being taken."""
+        self._cancelled.add(identifier)
+        if identifier not in self._running:
+            self._cancelled.discard(identifier)
 
     def live(self, identifier: str) -> Running | None:
         """Returns the live progress of a job that runs here."""
@@ -301,7 +305,9 @@ class JobQueue:
         for job in jobs:
             self._running[job.id] = Running(size=job.size, steps=job.steps)
             self.metrics.waited.observe(max(0, now() - job.created_at))
-        self.notify()
+        if jobs:
+            self._cancelled |= self.store.to_cancel([job.id for job in jobs])
+            self.notify()
         return jobs
 
     def stop(self) -> None:

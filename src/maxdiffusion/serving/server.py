@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 SWITCH_SECONDS = 0.0005  # p95 of a status call next to a thread that traces: 34 ms -> 6 ms
 TIDY_SECONDS = 5.0
 STREAM_GRACE_SECONDS = 1
+IDLE_CONNECTION_SECONDS = 75  # longer than clients poll; uvicorn closes after 5 otherwise
 START_SECONDS = 30.0
 HUNG = 3
 
@@ -58,6 +59,7 @@ class FrontDoor:
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=STREAM_GRACE_SECONDS,
+            timeout_keep_alive=IDLE_CONNECTION_SECONDS,
             lifespan="off",
         )
         self._server = uvicorn.Server(settings)

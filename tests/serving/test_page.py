@@ -1,0 +1,138 @@
+"""The page in a real browser: Debian's chromium, driven by playwright."""
+
+import os
+import shutil
+
+import pytest
+from playwright.sync_api import expect, sync_playwright
+
+from tests.serving.stand_in import listening
+
+pytestmark = pytest.mark.slow
+REQUIRED = "CI"  # set by continuous integration
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+KEY = "anna-key-0123456789"
+ATTACK = "<img src=x onerror=\"document.title='owned'\">"
+MOVED = "was => document.querySelector('.job progress')?.value > was"
+SHIFTS = """() => new Promise((resolve) => {
+  let total = 0;
+  new PerformanceObserver((list) => list.getEntries().forEach((entry) => {
+    if (!entry.hadRecentInput) total += entry.value;
+  })).observe({ type: 'layout-shift', buffered: true });
+  setTimeout(() => resolve(total), 200);
+})"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    path = next((found for name in NAMES if (found := shutil.which(name))), None)
+    if path is None:
+        assert REQUIRED not in os.environ, "apt-get install chromium-headless-shell"
+        pytest.skip("NO BROWSER: the page was not tested; apt-get install chromium-headless-shell")
+    with sync_playwright() as playwright:
+        opened = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.fixture
+def page(browser):
+    """A page whose errors, of scripts and of the CSP, fail the test."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800})
+    opened = context.new_page()
+    errors = []
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda said: errors.append(said.text) if said.type == "error" else None)
+    yield opened
+    context.close()
+    assert [text for text in errors if "status of 4" not in text] == []
+
+
+def test_a_video_is_made_watched_compared_and_deleted(page, tmp_path):
+    with listening(tmp_path, step_seconds=0.05) as (_, address):
+        page.goto(address)
+        expect(page.locator("#ready")).to_have_text("ready")
+        page.fill("#prompt", ATTACK)
+        page.keyboard.press("Control+Enter")
+        bar = page.locator(".job progress")
+        expect(bar).to_have_count(1)
+        first = float(bar.evaluate("bar => bar.value"))
+        page.wait_for_function(MOVED, arg=first)
+        expect(page.locator(".job .stage")).to_contain_text("of 20")
+        expect(page.locator("#videos .video")).to_have_count(1)
+        assert page.title() == "maxdiffusion"  # the prompt is text, not markup
+        assert page.evaluate(SHIFTS) < 0.1
+
+        page.click("#videos .video")
+        expect(page.locator("#detail-title")).to_have_text(ATTACK)
+        page.wait_for_function("document.getElementById('detail-video').readyState >= 2")
+        page.click("#next")
+        expect(page.locator("#videos .video")).to_have_count(2)
+        expect(page.locator("#videos .video small").first).to_contain_text("seed 1")
+
+        page.click("#videos .video >> nth=0")
+        page.click("#compare-this")
+        page.click("#videos .video >> nth=1")
+        expect(page.locator("#compare")).to_be_visible()
+        expect(page.locator("#differences")).to_contain_text("seed")
+        page.keyboard.press("Escape")
+
+        page.fill("#search", "seed 1")
+        page.click("#videos .video >> nth=0")
+        page.click("#delete")
+        page.fill("#search", "")
+        expect(page.locator("#videos .video")).to_have_count(1)
+        page.reload()
+        expect(page.locator("#prompt")).to_have_value(ATTACK)
+        expect(page.locator("#videos .video")).to_have_count(1)
+
+
+def test_a_waiting_video_is_cancelled(page, tmp_path):
+    with listening(tmp_path, step_seconds=0.3) as (_, address):
+        page.goto(address)
+        page.fill("#prompt", "one")
+        page.click("button.primary")
+        page.fill("#prompt", "two")
+        page.click("button.primary")
+        expect(page.locator(".job")).to_have_count(2)
+        page.click(".job:nth-child(2) button")
+        expect(page.locator(".job")).to_have_count(1)
+        expect(page.locator("#videos .failed")).to_have_text("cancelled")
+
+
+def test_a_refused_request_says_why(page, tmp_path):
+    with listening(tmp_path, serve_max_queue=1, step_seconds=0.5) as (_, address):
+        page.goto(address)
+        for _ in range(2):
+            page.fill("#prompt", "x")
+            page.click("button.primary")
+        expect(page.locator("#problem")).to_contain_text("wait or run already")
+        page.context.clear_cookies()
+
+
+def test_the_page_asks_for_a_key(page, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text(f"anna:{KEY}")
+    with listening(tmp_path, serve_keys_file=str(keys)) as (_, address):
+        page.goto(address)
+        expect(page.locator("#login")).to_be_visible()
+        page.fill("#key", "a wrong key that is long")
+        page.keyboard.press("Enter")
+        expect(page.locator("#login-problem")).to_contain_text("not valid")
+        page.fill("#key", KEY)
+        page.keyboard.press("Enter")
+        expect(page.locator("#ready")).to_have_text("ready")
+        assert page.evaluate("document.cookie") == ""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_small_screens_do_not_scroll_sideways(browser, tmp_path, scheme):
+    with listening(tmp_path) as (_, address):
+        context = browser.new_context(viewport={"width": 360, "height": 740}, color_scheme=scheme)
+        page = context.new_page()
+        page.goto(address)
+        expect(page.locator("#ready")).to_have_text("ready")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 360
+        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (colour == "rgb(18, 21, 27)") == (scheme == "dark")
+        context.close()
