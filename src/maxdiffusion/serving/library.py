@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from maxdiffusion.runtime.files import is_object_store, local_copy, replacing
+from maxdiffusion.runtime.files import FilePath, is_object_store, local_copy, replacing
 
 logger = logging.getLogger(__name__)
 VIDEO, THUMBNAIL, SPRITESHEET = "video", "thumbnail", "spritesheet"
@@ -37,16 +37,16 @@ Frames = UInt8[np.ndarray, "F Y X 3"]
 class Library:
     """The folder of finished videos."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: FilePath):
         self.folder = folder
 
-    def path(self, identifier: str, variant: str = VIDEO) -> Path:
+    def path(self, identifier: str, variant: str = VIDEO) -> FilePath:
         """Returns the file of a job; raises ValueError for an id that this server did not make."""
         if not IDENTIFIER.fullmatch(identifier):
             raise ValueError(f"{identifier!r} is not an id of this server")
         return self.folder / f"{identifier}{SUFFIXES[variant]}"
 
-    def latents(self, identifier: str) -> Path:
+    def latents(self, identifier: str) -> FilePath:
         """Returns the file of a job's latents."""
         return self.folder / f"{identifier}{LATENTS}"
 
@@ -112,16 +112,16 @@ class Library:
             logger.info("removed %d files that no job needs", removed)
         return removed
 
-    def _own_files(self) -> Iterator[Path]:
+    def _own_files(self) -> Iterator[FilePath]:
         if self.folder.exists():
             yield from (path for path in self.folder.iterdir() if OWN_FILE.fullmatch(path.name))
 
-    def _files(self, identifier: str) -> list[Path]:
+    def _files(self, identifier: str) -> list[FilePath]:
         paths = [self.path(identifier, variant) for variant in SUFFIXES]
         return [path for path in paths if path.exists()]
 
 
-def flush(path: Path) -> None:
+def flush(path: FilePath) -> None:
     """Waits until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

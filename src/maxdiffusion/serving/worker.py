@@ -40,7 +40,7 @@ from maxdiffusion.generation.resume import (
     Video,
     finished,
     store_latents,
-    write,
+    write_file,
 )
 from maxdiffusion.generation.settings import (
     guidance_scales,
@@ -52,7 +52,7 @@ from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request, VideoShape, check_video_shape
 from maxdiffusion.pipelines.text import BUCKETS, PromptTokenizer
 from maxdiffusion.pipelines.wan import WanPipeline, load_wan_parameters
-from maxdiffusion.runtime.files import WritingFailed, as_path
+from maxdiffusion.runtime.files import WritingFailed, as_path, local_copy
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.video import VideoError, read_video
 from maxdiffusion.serving.fields import Offer, Size
@@ -346,7 +346,7 @@ class Worker:
         if not finished(work.provenance, (work.video,))[0]:
             return False
         if self.is_first:
-            frames, _ = read_video(work.video.path)
+            frames, _ = read_video(local_copy(work.video.path))
             reporter.complete(work.job, frames, {})
         return True
 
@@ -406,7 +406,7 @@ class Worker:
 
         def write_files() -> None:
             try:
-                write(work.provenance, work.video, frames)
+                write_file(work.provenance, work.video, frames)
                 seconds = {**(timings or {}), "finish_seconds": time.monotonic() - started}
                 reporter.complete(work.job, frames, seconds)
                 self._previews.add(latents, frames)
