@@ -15,6 +15,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -73,10 +74,11 @@ class Library:
         """Returns the bytes of a job's files once they would survive a power failure."""
         size = 0
         for path in self._files(identifier):
+            facts: Any = path.stat()  # of etils in object storage, with other names
             if is_object_store(path):
-                size += path.stat().length  # type: ignore[attr-defined]  # of etils
+                size += facts.length
             else:
-                size += path.stat().st_size
+                size += facts.st_size
                 flush(path)
         if not is_object_store(self.folder):
             flush(self.folder)
