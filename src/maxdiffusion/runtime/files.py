@@ -78,6 +78,11 @@ def open_binary(path: FilePath, mode: Literal["rb", "wb"] = "rb") -> BinaryIO:
     return cast(BinaryIO, path.open(mode))
 
 
+def size_in_bytes(file: FilePath) -> int:
+    """Returns the size of a file; the status of one in object storage has another form."""
+    return file.stat().length if isinstance(file, epath.Path) else file.stat().st_size
+
+
 def local_copy(path: FilePath) -> Path:
     """Returns a path on a disk with the file's content, for libraries that need one.
 

@@ -15,13 +15,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from maxdiffusion.runtime.files import FilePath, is_object_store, local_copy, replacing
+from maxdiffusion.runtime.files import (
+    FilePath,
+    is_object_store,
+    local_copy,
+    replacing,
+    size_in_bytes,
+)
 
 logger = logging.getLogger(__name__)
 VIDEO, THUMBNAIL, SPRITESHEET = "video", "thumbnail", "spritesheet"
@@ -74,13 +79,10 @@ class Library:
         """Returns the bytes of a job's files once they would survive a power failure."""
         size = 0
         for path in self._files(identifier):
-            facts: Any = path.stat()  # of etils in object storage, with other names
-            if is_object_store(path):
-                size += facts.length
-            else:
-                size += facts.st_size
+            size += size_in_bytes(path)
+            if isinstance(path, Path):
                 flush(path)
-        if not is_object_store(self.folder):
+        if isinstance(self.folder, Path):
             flush(self.folder)
         return size
 
