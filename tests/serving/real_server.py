@@ -162,7 +162,7 @@ def break_seeds(worker: Any) -> None:
     """Makes decoding, writing and denoising fail for some seeds."""
     from maxdiffusion.diffusion.denoise import NotFiniteError
 
-    decode, write = worker.WanPipeline.decode, worker.write
+    decode, write = worker.WanPipeline.decode, worker.write_file
     denoise = worker.WanPipeline.denoise
 
     def decode_or_fail(self: Any, request: Any, *positional: Any) -> Any:
@@ -180,7 +180,7 @@ def break_seeds(worker: Any) -> None:
             raise NotFiniteError(step=0, steps=1, timestep=1.0, expert="x")
         return denoise(self, request, experts)
 
-    worker.WanPipeline.decode, worker.write = decode_or_fail, write_or_fail
+    worker.WanPipeline.decode, worker.write_file = decode_or_fail, write_or_fail
     worker.WanPipeline.denoise = denoise_or_fail
 
 
