@@ -98,6 +98,19 @@ def test_a_missing_video_is_named(folder: Path, capsys) -> None:
         assert f"{name}='': Animate needs it" in shown.out + shown.err
 
 
+def test_modes_take_their_own_videos(folder: Path) -> None:
+    pipeline = WanAnimatePipeline.from_pretrained(folder / "model")
+    pose = folder / "pose"
+    with pytest.raises(ProblemsFound) as caught:
+        pipeline("gone.png", pose, None, mask_video=pose, prompt="x")
+    names = [problem.name for problem in caught.value.problems]
+    assert names == ["face_video", "mask_video", "image"]
+    with pytest.raises(ProblemsFound, match="background_video=None: mode replace needs it"):
+        pipeline(folder / "character.png", pose, pose, mask_video=pose, mode="replace")
+    with pytest.raises(ProblemsFound, match="segment_frame_length=8: must be 4n \\+ 1"):
+        pipeline(folder / "character.png", pose, pose, segment_frame_length=8)
+
+
 def test_other_pipelines_name_the_right_one(folder: Path) -> None:
     size = {"prompt": "x", "height": 32, "width": 32, "num_frames": 5}
     with pytest.raises(ProblemsFound, match="use WanAnimatePipeline"):
