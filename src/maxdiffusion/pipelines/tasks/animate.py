@@ -338,7 +338,7 @@ def visual_inputs(image: ImageSource, videos: dict[str, Any], mode: Mode) -> Vis
     with problems:
         loaded["image"] = load_image(image, name="image")
     for name, source in videos.items():
-        if source is not None and not (mode == "animate" and name in SCENE):
+        if source is not None:
             with problems:
                 loaded[name] = load_video(source, name=name)
     problems.raise_if_any()
@@ -350,11 +350,17 @@ def check_mode(mode: str, videos: dict[str, Any]) -> list[Problem]:
     if mode not in MODES:
         rule = f"must be one of {', '.join(MODES)}"
         return [Problem(name="mode", value=mode, rule=rule)]
-    needed = [name for name in VIDEOS if mode == "replace" or name not in SCENE]
-    return [
+    unused = SCENE if mode == "animate" else ()
+    problems = [
         Problem(name=name, value=None, rule=f"mode {mode} needs it", remedy="Give a video")
-        for name in needed
-        if videos[name] is None
+        for name in VIDEOS
+        if name not in unused and videos[name] is None
+    ]
+    rule, remedy = "mode animate does not take it", "Leave it out, or use mode=replace"
+    return problems + [
+        Problem(name=name, value="given", rule=rule, remedy=remedy)
+        for name in unused
+        if videos[name] is not None
     ]
 
 
