@@ -15,7 +15,6 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -74,12 +73,12 @@ class Library:
         """Returns the bytes of a job's files once they would survive a power failure."""
         size = 0
         for path in self._files(identifier):
-            facts: Any = path.stat()  # of etils in object storage, with other names
-            if is_object_store(path):
-                size += facts.length
-            else:
-                size += facts.st_size
+            status = path.stat()
+            if isinstance(status, os.stat_result):
+                size += status.st_size
                 flush(path)
+            else:  # object storage, by etils
+                size += status.length
         if not is_object_store(self.folder):
             flush(self.folder)
         return size
