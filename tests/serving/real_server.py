@@ -162,8 +162,8 @@ def break_seeds(worker: Any) -> None:
     """Makes decoding, writing and denoising fail for some seeds."""
     from maxdiffusion.diffusion.denoise import NotFiniteError
 
-    decode, write = worker.WanPipeline.decode, worker.write_file
-    denoise = worker.WanPipeline.denoise
+    decode, write = worker.VideoPipeline.decode, worker.write_file
+    denoise = worker.VideoPipeline.denoise
 
     def decode_or_fail(self: Any, request: Any, *positional: Any) -> Any:
         if 666 in request.seeds:
@@ -180,8 +180,8 @@ def break_seeds(worker: Any) -> None:
             raise NotFiniteError(step=0, steps=1, timestep=1.0, expert="x")
         return denoise(self, request, experts)
 
-    worker.WanPipeline.decode, worker.write_file = decode_or_fail, write_or_fail
-    worker.WanPipeline.denoise = denoise_or_fail
+    worker.VideoPipeline.decode, worker.write_file = decode_or_fail, write_or_fail
+    worker.VideoPipeline.denoise = denoise_or_fail
 
 
 if __name__ == "__main__":

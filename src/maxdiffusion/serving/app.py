@@ -47,6 +47,8 @@ from maxdiffusion.serving.fields import (
     request_fields,
     shown,
 )
+from maxdiffusion.serving.images import NAME as IMAGE
+from maxdiffusion.serving.images import given_image
 from maxdiffusion.serving.library import IDENTIFIER, MEDIA_TYPES, SUFFIXES, VIDEO
 from maxdiffusion.serving.metrics import MEDIA_TYPE
 from maxdiffusion.serving.openapi import document
@@ -56,6 +58,7 @@ from maxdiffusion.serving.store import COMPLETED, FAILED, Job, NewJob, now
 
 PAGE = Path(__file__).parent / "page"
 MOST_FIELDS = 64
+MOST_FIELD_BYTES = 1 << 25  # a data: URL; the whole body has its own limit
 MOST_LISTED = 100
 MOST_SHOWN = 60  # jobs in one event
 MOST_STREAMS = 64
@@ -125,7 +128,7 @@ class Api:
 
     async def create(self, request: Request) -> Response:
         """Queues a video."""
-        given = await read_body(request)
+        given = await self.keep_image(await read_body(request))
         checked = read_request(self.offer, given)
         new = NewJob(
             owner=request.state.owner,
@@ -139,7 +142,7 @@ class Api:
     async def remix(self, request: Request) -> Response:
         """Queues a video with the settings of another one and a new prompt."""
         source = self.find(request)
-        given = await read_body(request)
+        given = await self.keep_image(await read_body(request))
         if not given.get("prompt"):
             raise bad_request("prompt is required.", param="prompt", code="missing_field")
         checked = read_request(self.offer, given, base=source.fields)
@@ -152,6 +155,18 @@ class Api:
             remixed_from=source.id,
         )
         return await self.submit(request, new)
+
+    async def keep_image(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Stores the start image of a request; its digest takes the place of the image."""
+        if self.offer.images == "none":
+            # Nothing of a file is kept: the table of fields refuses its name.
+            files = {name: "(file)" for name, value in fields.items() if isinstance(value, bytes)}
+            return {**fields, **files}
+        content, others = given_image(fields)
+        if content is None:
+            return others
+        digest = await run_in_threadpool(self.queue.images.keep, content)
+        return {**others, IMAGE: digest}
 
     async def submit(self, request: Request, new: NewJob) -> Response:
         """Commits a job and answers with it."""
@@ -434,12 +449,12 @@ async def read_body(request: Request) -> Mapping[str, Any]:
 
 
 async def read_form(request: Request) -> Mapping[str, Any]:
-    """Returns the fields of a form; files are refused where the model does not take any."""
-    async with request.form(max_files=1, max_fields=MOST_FIELDS) as form:
+    """Returns the fields of a form; a file is its bytes."""
+    longest = MOST_FIELD_BYTES
+    async with request.form(max_files=1, max_fields=MOST_FIELDS, max_part_size=longest) as form:
         values = form_values(form.multi_items())
-        # Nothing of a file is kept: the table of fields refuses its name.
         return {
-            name: "(file)" if isinstance(value, UploadFile) else value
+            name: await value.read() if isinstance(value, UploadFile) else value
             for name, value in values.items()
         }
 

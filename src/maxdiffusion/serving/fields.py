@@ -87,7 +87,7 @@ class Offer:
     schedulers: tuple[str, ...]
     max_steps: int
     defaults: Mapping[str, Any]
-    images: bool = False
+    images: str = "none"  # or optional, required
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -122,6 +122,16 @@ class ShortText(Kind[str]):
         if not self.shortest <= len(text.strip()) or len(text) > self.longest:
             raise self.refuse()
         return text
+
+
+class StartImage(Kind[str]):
+    """An image; requests carry it as a file or a data: URL, jobs its digest."""
+
+    def describe(self) -> str:
+        return "a PNG, JPEG or WebP file, or a data: URL"
+
+    def convert(self, value: object) -> str:
+        return Text().convert(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,6 +172,8 @@ def kind_schema(kind: Kind[Any]) -> dict[str, Any]:
         return inner | {"type": [inner["type"], "null"]}
     if isinstance(kind, Boolean):
         return {"type": "boolean"}
+    if isinstance(kind, StartImage):
+        return {"type": "string", "contentMediaType": "image/*"}
     if isinstance(kind, Choice):
         return {"type": "string", "enum": list(kind.words)}
     if isinstance(kind, ShortText):
@@ -240,7 +252,14 @@ def request_fields(offer: Offer) -> dict[str, RequestField]:
             default=0,
         ),
     )
-    return table | {field.name: field for field in own}
+    image = RequestField(
+        name="input_reference",
+        kind=StartImage(),
+        meaning="The first image of the video.",
+        required=offer.images == "required",
+    )
+    images = {image.name: image} if offer.images != "none" else {}
+    return table | {field.name: field for field in own} | images
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,6 +283,9 @@ def read_request(
     values = {name: table[name].read(value) for name, value in given.items() if value is not None}
     if not str(values.get("prompt", "")).strip() and base is None:
         raise bad_request("prompt is required.", param="prompt", code="missing_field")
+    if offer.images == "required" and "input_reference" not in {**(base or {}), **values}:
+        message = f"input_reference: {offer.model} begins with an image."
+        raise bad_request(message, param="input_reference", code="missing_field")
     priority = values.pop("priority", 0)
     values.pop("model", None)
     size = choose_size(offer, values, {**offer.defaults, **(base or {})})
@@ -281,7 +303,7 @@ def refuse_unknown(
     for name, value in given.items():
         if name in table:
             continue
-        if name.partition("[")[0] == "input_reference" and not offer.images:
+        if name.partition("[")[0] == "input_reference":
             message = f"input_reference: {offer.model} makes videos from text only. Leave it out."
             raise bad_request(message, param="input_reference", code="not_offered")
         if name in FIELDS and name not in OF_MODEL.get(offer.model_name, ()):

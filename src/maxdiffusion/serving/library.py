@@ -20,13 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from maxdiffusion.runtime.files import (
-    FilePath,
-    is_object_store,
-    local_copy,
-    replacing,
-    size_in_bytes,
-)
+from maxdiffusion.runtime.files import FilePath, is_object_store, local_copy, replacing
 
 logger = logging.getLogger(__name__)
 VIDEO, THUMBNAIL, SPRITESHEET = "video", "thumbnail", "spritesheet"
@@ -79,10 +73,13 @@ class Library:
         """Returns the bytes of a job's files once they would survive a power failure."""
         size = 0
         for path in self._files(identifier):
-            size += size_in_bytes(path)
-            if isinstance(path, Path):
+            status = path.stat()
+            if isinstance(status, os.stat_result):
+                size += status.st_size
                 flush(path)
-        if isinstance(self.folder, Path):
+            else:  # object storage, by etils
+                size += status.length
+        if not is_object_store(self.folder):
             flush(self.folder)
         return size
 

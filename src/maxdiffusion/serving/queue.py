@@ -19,6 +19,8 @@ from typing import Any
 from maxdiffusion.config import Config
 from maxdiffusion.runtime.files import as_path
 from maxdiffusion.serving.errors import ApiError
+from maxdiffusion.serving.images import NAME as IMAGE
+from maxdiffusion.serving.images import InputImages
 from maxdiffusion.serving.library import Library
 from maxdiffusion.serving.metrics import Metrics
 from maxdiffusion.serving.store import (
@@ -36,6 +38,7 @@ from maxdiffusion.serving.store import (
 )
 
 logger = logging.getLogger(__name__)
+INPUTS = "inputs"
 KEYS_KEPT_SECONDS = 24 * 3600
 WATCHED_SECONDS = 15.0
 RENEW_SECONDS = 1.0
@@ -116,8 +119,9 @@ class StepTimes:
 class JobQueue:
     """Jobs, their files and their live progress."""
 
-    def __init__(self, store: JobStore, library: Library, policy: Policy):
+    def __init__(self, store: JobStore, library: Library, policy: Policy, images: InputImages):
         self.store, self.library, self.policy = store, library, policy
+        self.images = images
         self.metrics = Metrics(store.counts)
         self.times = StepTimes()
         self.ready = False
@@ -133,7 +137,8 @@ class JobQueue:
     @classmethod
     def open(cls, config: Config, store: JobStore) -> "JobQueue":
         """Returns the queue of a config, with everything that an earlier server left."""
-        queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config))
+        images = InputImages(state_folder(config) / INPUTS)
+        queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config), images)
         queue.recover()
         return queue
 
@@ -172,6 +177,8 @@ class JobQueue:
         known = {job.id for job in completed}
         unfinished = {job.id for job in self.store.unfinished()}
         self.library.sweep(known | unfinished, unfinished)
+        kept = [*completed, *self.store.unfinished()]
+        self.images.sweep({job.fields[IMAGE] for job in kept if IMAGE in job.fields})
 
     def _remember_times(self, job: Job) -> None:
         timings = job.timings or {}

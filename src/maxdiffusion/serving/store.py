@@ -525,7 +525,9 @@ def _alike(waiting: Sequence[Job], limit: int, group_by: Sequence[str]) -> list[
     """Returns the first job and those after it that can be made in the same batch."""
 
     def key(job: Job) -> tuple[Any, ...]:
-        return (job.size, job.priority, *(job.fields.get(name) for name in group_by))
+        has_image = "input_reference" in job.fields
+        values = (job.fields.get(name) for name in group_by)
+        return (job.size, job.priority, has_image, *values)
 
     return [job for job in waiting if key(job) == key(waiting[0])][:limit]
 

@@ -8,11 +8,12 @@ alone. With several processes the first one takes the jobs, and all of them agre
 and after every step on what is cancelled and whether to stop.
 """
 
+import io
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,10 +21,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from PIL import Image
 
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
+from maxdiffusion.config.validate import VideoRequestLine
 from maxdiffusion.diffusion.denoise import NotFiniteError, initial_noise
 from maxdiffusion.diffusion.registry import SAMPLERS
 from maxdiffusion.distributed.coordination import (
@@ -48,24 +51,31 @@ from maxdiffusion.generation.settings import (
     use_compilation_cache,
     video_shape,
 )
+from maxdiffusion.generation.tasks import LineTasks
+from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request, VideoShape, check_video_shape
+from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import BUCKETS, PromptTokenizer
-from maxdiffusion.pipelines.wan import WanPipeline, load_wan_parameters
+from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
 from maxdiffusion.runtime.files import WritingFailed, as_path, local_copy
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.video import VideoError, read_video
 from maxdiffusion.serving.fields import Offer, Size
+from maxdiffusion.serving.images import NAME as IMAGE
+from maxdiffusion.serving.images import InputImages
 from maxdiffusion.serving.preview import PreviewMap, animated, clean_estimate
-from maxdiffusion.serving.queue import JobQueue
+from maxdiffusion.serving.queue import INPUTS, JobQueue, state_folder
+from maxdiffusion.serving.reporting import Phase, Reporter, timed
 from maxdiffusion.serving.store import Job
 
 logger = logging.getLogger(__name__)
 IDLE_SECONDS = 1.0
 PREVIEW_FILE = "preview_map.json"
 TRAIN_TIMESTEPS = 1000.0
+SAMPLE_SIDE = 64
 UNKNOWN_DEVICE_PIXELS = 16  # times the largest served size
-Phase = Callable[[str, float], None]
 
 
 class Stopped(Exception):
@@ -84,6 +94,23 @@ class Work:
     config: Config
     provenance: Provenance
     video: Video
+
+    @property
+    def row(self) -> "Row":
+        """The prompt, seed and image of the video."""
+        image = None if self.video.line is None else self.video.line.image
+        negative = self.config.negative_prompt
+        return Row(prompt=self.video.prompt, negative=negative, seed=self.video.seed, image=image)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One video of a batch, as far as the videos of a batch may differ."""
+
+    prompt: str = ""
+    negative: str = ""
+    seed: int = 0
+    image: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,13 +139,15 @@ def parse_sizes(config: Config) -> tuple[Size, ...]:
 class Worker:
     """A model on its devices, and the loop that makes videos with it."""
 
-    def __init__(self, job: ResolvedJob, folder: ModelFolder, sizes: tuple[Size, ...]):
-        self._job, self._folder, self.sizes = job, folder, sizes
+    def __init__(
+        self, job: ResolvedJob, folder: ModelFolder, sizes: tuple[Size, ...], images: InputImages
+    ):
+        self._job, self._folder, self.sizes, self._images = job, folder, sizes, images
         self._compiled: set[Any] = set()
         self._stop = threading.Event()
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="writing videos")
         self._pending: Future[None] | None = None
-        self._pipeline: WanPipeline | None = None
+        self._pipeline: VideoPipeline | None = None
         self._previews = PreviewMap(job.builder.spec.vae.z_dim)
 
     @classmethod
@@ -129,13 +158,16 @@ class Worker:
         with problems:
             sizes = parse_sizes(parsed.config)
         use_compilation_cache(parsed.config)
-        job, folder = resolve_job(replace(parsed, problems=tuple(problems.problems)))
+        images = InputImages(state_folder(parsed.config) / INPUTS)
+        config = with_sample_image(parsed.config, images)
+        stated = replace(parsed, config=config, problems=tuple(problems.problems))
+        job, folder = resolve_job(stated)
         spec = job.builder.spec
         for size in sizes:
             with problems:
                 check_video_shape(shape_of(size), spec.vae, spec.transformer)
         problems.raise_if_any()
-        return cls(job, folder, sizes)
+        return cls(job, folder, sizes, images)
 
     @property
     def is_first(self) -> bool:
@@ -157,6 +189,7 @@ class Worker:
             frame_step=spec.vae.temporal_factor,
             most_pixels=self._most_pixels(),
             schedulers=tuple(entry.name for entry in SAMPLERS),
+            images=offered_images(spec),
             plan=self.describe(),
         )
 
@@ -207,24 +240,33 @@ class Worker:
                 self._folder, job.builder, cache=as_path(cache) if cache else None
             )
             jax.block_until_ready(loaded.parameters.transformers)
-            self._pipeline = WanPipeline(
+            self._pipeline = pipeline_named(job.shape.task.pipeline)(
                 builder=job.builder,
                 parameters=loaded.parameters,
                 tokenizer=PromptTokenizer.load(self._folder.root / "tokenizer"),
-                attention={job.shape: job.attention},
+                attention=job.plans,
+                folder=self._folder,
             )
         for size in self.sizes:
             with timed(f"compile {size}", phase):
                 for count in sorted({self._batch(1), self._batch(2)}):
-                    self._compile(self._sample_request(size, count), all_texts=True)
+                    for image in self._sample_images():
+                        request = self._sample_request(size, count, image)
+                        self._compile(request, all_texts=True)
         with timed("previews", phase):
             self._fit_previews(state)
 
-    def _sample_request(self, size: Size, count: int) -> Request:
+    def _sample_images(self) -> tuple[str | None, ...]:
+        """Returns an image for every kind of request: with and without one."""
+        offered = offered_images(self._job.builder.spec)
+        sample = str(sample_image(self._images)) if offered != "none" else None
+        return {"none": (None,), "optional": (None, sample), "required": (sample,)}[offered]
+
+    def _sample_request(self, size: Size, count: int, image: str | None = None) -> Request:
         config = replace(
             self._job.config, width=size.width, height=size.height, num_frames=size.frames
         )
-        return self._request(config, [("", "", 0)] * count)
+        return self._request(config, [Row(image=image)] * count)
 
     def _compile(self, request: Request, *, all_texts: bool = False) -> None:
         assert self._pipeline is not None
@@ -235,7 +277,8 @@ class Worker:
 
     def _program(self, request: Request) -> Any:
         assert self._pipeline is not None
-        return self._pipeline.shape(request), type(request.sampler)
+        guidances = tuple(request.plan.guidances)
+        return self._pipeline.shape(request), type(request.sampler), guidances
 
     def _fit_previews(self, state: Path | None) -> None:
         assert self._pipeline is not None
@@ -246,9 +289,8 @@ class Worker:
         if stored is not None:
             self._previews = stored
             return
-        request = self._sample_request(min(self.sizes), 1)
-        if self._batch(1) != 1:
-            request = self._sample_request(min(self.sizes), self._batch(1))
+        image = self._sample_images()[0]
+        request = self._sample_request(min(self.sizes), self._batch(1), image)
         noise = initial_noise([1], self._pipeline.shape(request).latent.dims)[0]
         frames = np.asarray(self._pipeline.decode(request, noise, as_bytes))
         self._previews.add(noise, frames)
@@ -259,17 +301,25 @@ class Worker:
         copies, data = self._job.shape.guidance.copies, self._job.choices.mesh.shape.data
         return 1 if jobs == 1 and copies % data == 0 else full
 
-    def _request(self, config: Config, rows: Sequence[tuple[str, str, int]]) -> Request:
-        """Returns the request of rows of prompt, negative prompt and seed."""
-        prompts, negatives, seeds = zip(*rows, strict=True)
+    def _request(self, config: Config, rows: Sequence[Row]) -> Request:
+        """Returns the request of the videos of a batch."""
+        spec = self._job.builder.spec
+        tasks = LineTasks(config=config, spec=spec)
+        lines = [VideoRequestLine(prompt=row.prompt, image=row.image) for row in rows]
+        task = tasks.task(lines[0]) if tasks.takes_inputs else TextToVideo()
+        inputs = [tasks.inputs(line) for line in lines]
         return Request(
-            prompts=prompts,
-            negative_prompts=negatives,
+            prompts=tuple(row.prompt for row in rows),
+            negative_prompts=tuple(row.negative for row in rows),
             video=video_shape(config),
-            sampler=sampler(config, self._job.builder.spec),
+            sampler=task.sampler(sampler(config, spec)),
             scales=guidance_scales(config),
-            boundary_ratio=config.boundary_ratio if config.model_name == "wan2.2" else None,
-            seeds=seeds,
+            boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
+            boundary_step_index=config.boundary_step_index,
+            guidance_end_step=config.guidance_end_step,
+            seeds=tuple(row.seed for row in rows),
+            task=task,
+            inputs=tuple(one for one in inputs if one is not None),
         )
 
     # Loop
@@ -304,7 +354,7 @@ class Worker:
         everything = frozenset(name for names, _ in said for name in names)
         return Verdict(cancelled=everything, stop=any(stops for _, stops in said))
 
-    def _make(self, reporter: "Reporter", jobs: list[Job]) -> None:
+    def _make(self, reporter: Reporter, jobs: list[Job]) -> None:
         """Makes the videos of jobs of one program; a failure ends these jobs only."""
         try:
             works = [self._work(job) for job in jobs]
@@ -329,7 +379,10 @@ class Worker:
                 reporter.fail(job, code, message)
 
     def _work(self, job: Job) -> Work:
-        config = replace(self._job.config, **job.fields)
+        fields = {name: value for name, value in job.fields.items() if name != IMAGE}
+        digest = job.fields.get(IMAGE)
+        image = None if digest is None else str(self._images.path(digest))
+        config = replace(self._job.config, **fields)
         provenance = Provenance.of(self._job.choices.fields_of(config))
         folder = as_path(config.output_dir)
         return Work(
@@ -337,11 +390,15 @@ class Worker:
             config=config,
             provenance=replace(provenance, resumable=True),
             video=Video(
-                prompt=config_prompt(config), seed=config.seed, path=folder / f"{job.id}.mp4"
+                prompt=config_prompt(config),
+                seed=config.seed,
+                path=folder / f"{job.id}.mp4",
+                line=VideoRequestLine(prompt=config_prompt(config), image=image),
+                changes={} if digest is None else {IMAGE: digest},
             ),
         )
 
-    def _is_done(self, reporter: "Reporter", work: Work) -> bool:
+    def _is_done(self, reporter: Reporter, work: Work) -> bool:
         """Completes a job whose video an earlier server wrote before it ended."""
         if not finished(work.provenance, (work.video,))[0]:
             return False
@@ -353,12 +410,9 @@ class Worker:
     def _request_of(self, works: Sequence[Work]) -> Request:
         """Returns the request of a batch; one that is too small repeats its last job."""
         full = [*works, *[works[-1]] * (self._batch(len(works)) - len(works))]
-        return self._request(
-            works[0].config,
-            [(work.video.prompt, work.config.negative_prompt, work.video.seed) for work in full],
-        )
+        return self._request(works[0].config, [work.row for work in full])
 
-    def _denoise(self, reporter: "Reporter", works: Sequence[Work]) -> None:
+    def _denoise(self, reporter: Reporter, works: Sequence[Work]) -> None:
         assert self._pipeline is not None
         request, identifiers = self._request_of(works), [work.job.id for work in works]
         if self._program(request) not in self._compiled:
@@ -388,7 +442,7 @@ class Worker:
 
     def _decode(
         self,
-        reporter: "Reporter",
+        reporter: Reporter,
         work: Work,
         request: Request,
         latents: np.ndarray,
@@ -433,7 +487,7 @@ class Steps:
     """Follows the steps of one batch: progress, previews, cancellation."""
 
     def __init__(
-        self, *, worker: Worker, reporter: "Reporter", works: Sequence[Work], request: Request
+        self, *, worker: Worker, reporter: Reporter, works: Sequence[Work], request: Request
     ):
         self._worker, self._reporter, self._request = worker, reporter, request
         self.alive = [*works]
@@ -473,59 +527,25 @@ class Steps:
             queue.preview(work.job.id, index + 1, animated(colours, size))
 
 
-@dataclass(frozen=True, kw_only=False)
-class Reporter:
-    """Tells the queue what happens to jobs; does nothing on processes without one."""
-
-    queue: JobQueue | None
-
-    def stage(self, identifiers: Sequence[str], stage: str) -> None:
-        """Reports the stage of jobs."""
-        if self.queue is not None:
-            self.queue.stage(identifiers, stage)
-
-    def step(self, identifiers: Sequence[str], step: int, seconds: float) -> None:
-        """Reports a finished step."""
-        if self.queue is not None:
-            self.queue.step(identifiers, step, seconds)
-
-    def complete(self, job: Job, frames: np.ndarray, timings: Mapping[str, Any]) -> None:
-        """Writes the still images of a video that exists, and completes its job."""
-        if self.queue is not None:
-            self.queue.library.write_stills(job.id, frames)
-            self.queue.complete(job, timings)
-
-    def cancel(self, job: Job) -> None:
-        """Ends a cancelled job."""
-        if self.queue is not None:
-            self.queue.cancel_running(job)
-
-    def fail(self, job: Job, code: str, message: str) -> None:
-        """Ends a job that failed, unless it ended before."""
-        if self.queue is not None and self.queue.live(job.id) is not None:
-            self.queue.fail(job, code, message)
-
-    def requeue(self, jobs: Sequence[Job]) -> None:
-        """Gives jobs back that the server did not finish."""
-        if self.queue is not None:
-            self.queue.requeue([job for job in jobs if self.queue.live(job.id) is not None])
+def offered_images(spec: WanSpec) -> str:
+    """Returns whether requests begin with an image: none, optional or required."""
+    if spec.image_channels:
+        return "required"
+    return "optional" if spec.time_per_token else "none"
 
 
-class timed:  # noqa: N801
-    """Measures a phase of the start and logs it."""
+def sample_image(images: InputImages) -> Path:
+    """Returns a gray image, for programs that are compiled before a request comes."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE), "gray").save(buffer, format="PNG")
+    return images.path(images.keep(buffer.getvalue()))
 
-    def __init__(self, name: str, phase: Phase):
-        self._name, self._phase = name, phase
 
-    def __enter__(self) -> None:
-        PROGRESS.checkpoint(self._name)
-        self._started = time.monotonic()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            seconds = time.monotonic() - self._started
-            logger.info("%s: %.2f s", self._name, seconds)
-            self._phase(self._name, seconds)
+def with_sample_image(config: Config, images: InputImages) -> Config:
+    """Returns the config with an image, which the job of an image-to-video model must have."""
+    if config.model_type != "I2V" or config.image_url:
+        return config
+    return replace(config, image_url=str(sample_image(images)))
 
 
 def shape_of(size: Size) -> VideoShape:

@@ -13,7 +13,7 @@ const make = (tag, attributes = {}, ...children) => {
   node.append(...children);
   return node;
 };
-const IN_FORM = ["prompt", "seed", "width", "height", "num_frames", "size", "seconds", "model"];
+const IN_FORM = ["input_reference", "prompt", "seed", "width", "height", "num_frames", "size", "seconds", "model"];
 const STORED = "maxdiffusion-form";
 const EXAMPLES = {
   embedded: [
@@ -34,7 +34,9 @@ let stream = null;
 
 async function call(method, path, body) {
   const options = { method, headers: {} };
-  if (body !== undefined) {
+  if (body instanceof FormData) {
+    options.body = body;
+  } else if (body !== undefined) {
     options.body = JSON.stringify(body);
     options.headers["Content-Type"] = "application/json";
   }
@@ -165,8 +167,17 @@ async function submit(values) {
   $("problem").textContent = "";
   const body = { ...values };
   if (body.priority === "0" || body.priority === 0) delete body.priority;
+  delete body.input_reference; // of an earlier video: only the server knows it
   try {
-    await call("POST", "/v1/videos", body);
+    const image = $("image").files[0];
+    if (image && "input_reference" in server.fields) {
+      const form = new FormData();
+      for (const [name, value] of Object.entries(body)) form.append(name, value);
+      form.append("input_reference", image);
+      await call("POST", "/v1/videos", form);
+    } else {
+      await call("POST", "/v1/videos", body);
+    }
   } catch (error) {
     $("problem").textContent = error.message;
     toast(error.message);
