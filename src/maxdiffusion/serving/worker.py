@@ -45,6 +45,7 @@ from maxdiffusion.generation.resume import (
 from maxdiffusion.generation.settings import (
     guidance_scales,
     sampler,
+    step_options,
     use_compilation_cache,
     video_shape,
 )
@@ -235,7 +236,8 @@ class Worker:
 
     def _program(self, request: Request) -> Any:
         assert self._pipeline is not None
-        return self._pipeline.shape(request), type(request.sampler)
+        steps = (request.step_cache, request.plan.programs)
+        return self._pipeline.shape(request), type(request.sampler), steps
 
     def _fit_previews(self, state: Path | None) -> None:
         assert self._pipeline is not None
@@ -268,7 +270,7 @@ class Worker:
             video=video_shape(config),
             sampler=sampler(config, self._job.builder.spec),
             scales=guidance_scales(config),
-            boundary_ratio=config.boundary_ratio if config.model_name == "wan2.2" else None,
+            **step_options(config, self._job.builder.spec),
             seeds=seeds,
         )
 
