@@ -63,7 +63,7 @@ def test_text_to_video_is_a_job(name):
 def test_overrides_reach_keys_that_a_file_leaves_out():
     config = config_of("base_wan_1_3b", "use_sen_cache=false")
     assert config.overridden("use_sen_cache")
-    assert config.compat["use_sen_cache"] is False
+    assert config.use_sen_cache is False
     animate = config_of("base_wan_animate", "motion_encode_batch_size=4")
     assert animate.motion_encode_batch_size == 4
 

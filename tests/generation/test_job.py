@@ -206,9 +206,6 @@ def test_guidance_scales(path):
 
 
 REFUSED = {
-    "use_magcache": "true",
-    "use_cfg_cache": "true",
-    "use_sen_cache": "true",
     "quantization": "int8",
     "use_qwix_quantization": "true",
     "revision": "v2",
@@ -245,7 +242,7 @@ def test_everything_at_once(path, tmp_path):
         "attention=nonsense",
         "ici_context_parallelism=3",
         "per_device_batch_size=0.01",
-        "use_magcache=true",
+        "revision=v2",
         f"prompts_file={tmp_path / 'gone.txt'}",
         "weights_dtype=int4",
     ]
@@ -257,7 +254,7 @@ def test_everything_at_once(path, tmp_path):
         "num_frames",
         "weights_dtype",
         "pretrained_model_name_or_path",
-        "use_magcache",
+        "revision",
         "attention",
         "prompts_file",
         "per_device_batch_size",
@@ -267,15 +264,15 @@ def test_everything_at_once(path, tmp_path):
 
 def test_problems_of_model_mesh_and_attention_come_together(path):
     spec = open_wan_folder("embedded")[1]
-    arguments = ("model_name=wan2.1", "attention=cudnn_flash_te", "height=72", "use_magcache=true")
+    arguments = ("model_name=wan2.1", "attention=cudnn_flash_te", "height=72", "revision=v2")
     parsed = read_config([path, *arguments, "output_name=a.gif", "vae_spatial=3"])
     with pytest.raises(ProblemsFound) as caught:
         plan_job(parsed, spec, jax.devices())
     names = [problem.name for problem in caught.value.problems]
     assert len(names) == len(set(names))  # a problem that two checks meet is said once
-    assert {"height", "use_magcache", "vae_spatial", "output_name", "model_name"} <= set(names)
-    parsed = read_config([path, "attention=cudnn_flash_te", "use_magcache=true"])
-    with pytest.raises(ProblemsFound, match=r"(?s)use_magcache.*NVIDIA GPUs only"):
+    assert {"height", "revision", "vae_spatial", "output_name", "model_name"} <= set(names)
+    parsed = read_config([path, "attention=cudnn_flash_te", "revision=v2"])
+    with pytest.raises(ProblemsFound, match=r"(?s)revision.*NVIDIA GPUs only"):
         plan_job(parsed, spec, jax.devices())
 
 

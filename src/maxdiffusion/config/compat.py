@@ -17,7 +17,6 @@ from maxdiffusion.config.fields import (
     Integer,
     Kind,
     ListOf,
-    Number,
     Secret,
     Text,
     implied_kind,
@@ -27,7 +26,6 @@ from maxdiffusion.config.schema import (
     DTYPE,
     FRACTION,
     NON_NEGATIVE,
-    NON_NEGATIVE_NUMBER,
     POSITIVE,
     SIZE,
 )
@@ -58,7 +56,6 @@ def refused(
 
 EMPTY: FrozenDict[object] = FrozenDict()
 FULL_PRECISION = "Leave it at its default; weights_dtype: bfloat16 is the smallest format"
-EVERY_STEP = "Leave it false: every step is computed"
 
 ROWS = (
     # Model
@@ -181,29 +178,6 @@ ROWS = (
         kind=Integer(minimum=4, step=4, special=(-1,)),
     ),
     ignored("replicate_vae", False, "Replicate the VAE on every device; always done."),
-    # Step caches
-    refused(
-        "use_cfg_cache", False, "Reuse unguided predictions of earlier steps.", way_out=EVERY_STEP
-    ),
-    refused(
-        "use_sen_cache", False, "Skip steps whose predicted change is small.", way_out=EVERY_STEP
-    ),
-    refused(
-        "use_magcache", False, "Skip steps by calibrated ratios of magnitudes.", way_out=EVERY_STEP
-    ),
-    ignored(
-        "magcache_thresh", 0.04, "MagCache: limit of the summed error.", kind=NON_NEGATIVE_NUMBER
-    ),
-    ignored("magcache_K", 2, "MagCache: longest run of skipped steps.", kind=NON_NEGATIVE),
-    ignored(
-        "retention_ratio",
-        0.2,
-        "MagCache: share of steps at the start that are never skipped.",
-        kind=FRACTION,
-    ),
-    ignored("mag_ratios_base", (), "MagCache: calibrated ratios.", kind=ListOf(Number())),
-    ignored("mag_ratios_base_720p", (), "MagCache: ratios for 720p.", kind=ListOf(Number())),
-    ignored("mag_ratios_base_480p", (), "MagCache: ratios for 480p.", kind=ListOf(Number())),
     # Quantization
     refused(
         "quantization",

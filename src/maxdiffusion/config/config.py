@@ -28,6 +28,7 @@ from maxdiffusion.config.schema import (
     TrainingFields,
     VaeFields,
 )
+from maxdiffusion.config.step_fields import StepFields
 
 GROUPS: Mapping[str, tuple[Field, ...]] = MappingProxyType(
     {
@@ -52,6 +53,7 @@ class Config(
     ConfigFileFields,
     ModelFields,
     SamplingFields,
+    StepFields,
     InputFields,
     OutputFields,
     NumberFields,

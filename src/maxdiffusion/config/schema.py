@@ -22,6 +22,7 @@ from maxdiffusion.config.fields import (
     setting,
 )
 from maxdiffusion.config.io_fields import InputFields, ServingFields
+from maxdiffusion.config.step_fields import StepFields
 
 POSITIVE = Integer(minimum=1)
 NON_NEGATIVE = Integer(minimum=0)
@@ -203,18 +204,6 @@ class SamplingFields:
     flow_shift: float = setting(
         12.0, "Shift of the noise schedule towards high noise.", Number(above=0)
     )
-    denoising_step_list: tuple[float, ...] = setting(
-        (),
-        "Timesteps of few-step models before the shift, such as [1000, 750, 500, 250]; empty = "
-        "those of the sampler.",
-        ListOf(Number(above=0, maximum=1000)),
-    )
-    sigmas: tuple[float, ...] = setting(
-        (),
-        "Noise levels before the shift, the same as `denoising_step_list` / 1000; empty = those of "
-        "the sampler.",
-        ListOf(Number(above=0, maximum=1)),
-    )
     guidance_scale: float | None = setting(
         None,
         "wan2.1: strength of guidance, null = 5; up to 1 turns it off. wan2.2 has two scales.",
@@ -228,17 +217,6 @@ class SamplingFields:
     )
     boundary_ratio: float = setting(
         0.875, "wan2.2: the high-noise expert runs while timestep >= this x 1000.", FRACTION
-    )
-    boundary_step_index: int | None = setting(
-        None,
-        "wan2.2: steps of the high-noise expert, in place of `boundary_ratio`; null = by timestep.",
-        Nullable(NON_NEGATIVE),
-    )
-    guidance_end_step: int | None = setting(
-        None,
-        "Steps with guidance; later ones compute the prompt only, and a data axis of 2 joins the "
-        "ring for them; null = all steps.",
-        Nullable(POSITIVE),
     )
 
 
@@ -584,6 +562,7 @@ GENERATION_GROUPS: Mapping[str, type] = {
     "Config files": ConfigFileFields,
     "Model": ModelFields,
     "Prompts and sampling": SamplingFields,
+    "Steps": StepFields,
     "Images and videos": InputFields,
     "Output": OutputFields,
     "Numbers": NumberFields,

@@ -1,13 +1,15 @@
 """Denoising loop: one compiled step serves every step, every guidance scale and both experts.
 
-Steps that compute the prompt only, in a run that also has guided ones, have a program of their own.
+Steps that compute the prompt only, in a run that also has guided ones, have a program of their own,
+and so have steps that reuse a `StepCache`.
 
 noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler ] x steps -> latents
                       ^ weights, text, timestep, scale and sampler row are arguments
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +22,11 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.diffusion import Sampler, step_row
-from maxdiffusion.diffusion.guidance import Guidance, PlannedStep, RunPlan
+from maxdiffusion.diffusion.guidance import Action, Guidance, PlannedStep, RunPlan
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer
+from maxdiffusion.models.wan.transformer import AroundBlocks, computed
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.timing import StepTime
 
@@ -59,6 +62,126 @@ class StepInputs(NamedTuple):
     timestep: Float[Array, ""]
     guidance_scale: Float[Array, ""]
     sampler_row: Any
+    cache_row: Any = ()
+
+
+class LoopState(NamedTuple):
+    """State that the loop carries from step to step: the sampler's, and that of a step cache."""
+
+    sampler: Any
+    cache: Any = ()
+
+    @property
+    def sample(self) -> Float[Array, "B F Y X C"]:
+        """The latents so far."""
+        sample: Float[Array, "B F Y X C"] = self.sampler.sample
+        return sample
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """The transformer on the inputs of one step, in the parts that a step cache may skip."""
+
+    transformer: WanTransformer
+    text: TextKeysValues
+    sample: Float[Array, "B F Y X C"]
+    step: StepInputs
+    conditioning: Conditioning
+    static: "StepFunction"
+
+    def velocity(self, around_blocks: AroundBlocks = computed) -> Float[Array, "B_guided F Y X O"]:
+        """Returns the velocity of every row; `around_blocks` may replace the blocks."""
+        static, rows, conditioning = (
+            self.static,
+            self.static.guidance.model_batch,
+            self.conditioning,
+        )
+        batch = rows(conditioning.model_input(self.sample).astype(static.dtype))
+        return self.transformer(
+            batch,
+            jnp.full((batch.shape[0],), self.step.timestep, jnp.float32),
+            self.text,
+            attention=static.attention,
+            layout=static.layout,
+            known_frames=conditioning.known_frames,
+            control=conditioning.control_for(rows, static.dtype),
+            pose=conditioning.pose_for(rows, static.dtype),
+            around_blocks=around_blocks,
+        )
+
+    def velocity_and_residual(
+        self,
+    ) -> tuple[Float[Array, "B_guided F Y X O"], Float[Array, "B_guided S D"]]:
+        """Returns the velocity, and what all blocks together added to the tokens."""
+        kept: list[Array] = []
+
+        def keep_residual(tokens: Array, compute: Callable[[], Array]) -> Array:
+            through = compute()
+            kept.append(through - tokens)
+            return through
+
+        return self.velocity(keep_residual), kept[0]
+
+    def velocity_from(
+        self, residual: Float[Array, "B_guided S D"]
+    ) -> Float[Array, "B_guided F Y X O"]:
+        """Returns the velocity with this residual in place of the blocks."""
+        return self.velocity(lambda tokens, compute: tokens + residual)
+
+    def guided(self, velocity: Float[Array, "B_guided F Y X O"]) -> Float[Array, "B F Y X O"]:
+        """Returns the guided velocity of each video."""
+        with jax.named_scope("guidance"):
+            return self.static.guidance.combine(velocity, self.step.guidance_scale)
+
+
+Kept = Any
+"""An array in the state of a step cache, or its shape."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheShapes:
+    """Arrays that a step cache may keep, as shapes with shardings; `number` is a float32."""
+
+    tokens: jax.ShapeDtypeStruct
+    velocity: jax.ShapeDtypeStruct
+    sample: jax.ShapeDtypeStruct
+    number: jax.ShapeDtypeStruct
+
+
+class StepCache(ABC):
+    """Reuses parts of earlier steps, so that a step computes less. All caches are lossy.
+
+    A cache is a value. It changes the plan of a run on the host, and predicts the velocity of a
+    step inside its program, where `action` is static. Its state is zeros before the first step.
+    """
+
+    @property
+    def program_key(self) -> Hashable:
+        """Fields that the programs of a cache depend on; all of them, unless a cache says less."""
+        return self
+
+    @abstractmethod
+    def planned(self, plan: RunPlan) -> RunPlan:
+        """Returns the plan with the action of every step; raises if the run does not suit it."""
+
+    @abstractmethod
+    def rows(self, plan: RunPlan) -> Any:
+        """Returns a pytree of numpy arrays with one row per step, for `StepInputs.cache_row`."""
+
+    @abstractmethod
+    def state(self, shapes: CacheShapes) -> Any:
+        """Returns the shapes of the state."""
+
+    @abstractmethod
+    def predict(
+        self, forward: Forward, state: Any, action: Action
+    ) -> tuple[Float[Array, "B F Y X C"], Any]:
+        """Returns the guided velocity of a step and the next state."""
+
+    def report(self, state: Any) -> str:
+        """Returns a line on a finished run, or an empty text if the plan has said everything."""
+        del state
+        return ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +194,36 @@ class StepFunction:
     guidance: Guidance
     sampler: Sampler
     dtype: jnp.dtype
+    cache: StepCache | None = None
+    action: Action = Action.COMPUTE
 
     def __call__(
         self,
         weights: Weights,
         text: TextKeysValues,
-        state: Any,
+        state: LoopState,
         step: StepInputs,
         conditioning: Conditioning,
-    ) -> tuple[Any, Bool[Array, ""]]:
-        """Returns the sampler's next state, and whether its latents are finite."""
-        transformer = nnx.merge(self.graph, weights)
-        rows = self.guidance.model_batch
-        batch = rows(conditioning.model_input(state.sample).astype(self.dtype))
-        timesteps = jnp.full((batch.shape[0],), step.timestep, jnp.float32)
-        velocity = transformer(
-            batch,
-            timesteps,
-            text,
-            attention=self.attention,
-            layout=self.layout,
-            known_frames=conditioning.known_frames,
-            control=conditioning.control_for(rows, self.dtype),
-            pose=conditioning.pose_for(rows, self.dtype),
+    ) -> tuple[LoopState, Bool[Array, ""]]:
+        """Returns the next state, and whether its latents are finite."""
+        forward = Forward(
+            transformer=nnx.merge(self.graph, weights),
+            text=text,
+            sample=state.sample,
+            step=step,
+            conditioning=conditioning,
+            static=self,
         )
-        with jax.named_scope("guidance"):
-            guided = self.guidance.combine(velocity, step.guidance_scale)
+        if self.cache is None:
+            velocity, kept = forward.guided(forward.velocity()), state.cache
+        else:
+            velocity, kept = self.cache.predict(forward, state.cache, self.action)
         with jax.named_scope("sampler"):
-            advanced = self.sampler.advance(state, guided, step.sampler_row)
+            advanced = self.sampler.advance(state.sampler, velocity, step.sampler_row)
             # A sampler works on each latent by itself: known frames do not reach the others.
             advanced = advanced._replace(sample=conditioning.with_known(advanced.sample))
-            return advanced, jnp.isfinite(advanced.sample).all()
+            finite = jnp.isfinite(advanced.sample).all()
+            return LoopState(sampler=advanced, cache=kept), finite
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,12 +264,13 @@ class NotFiniteError(RunFailed):
         )
 
 
-def step_inputs(sampler: Sampler, step: int, guidance_scale: float) -> StepInputs:
-    """Returns the inputs of one step."""
+def step_inputs(sampler: Sampler, step: PlannedStep, cache_rows: Any = ()) -> StepInputs:
+    """Returns the inputs of one step; `cache_rows` are the rows of all steps."""
     return StepInputs(
-        timestep=jnp.float32(sampler.timesteps[step]),
-        guidance_scale=jnp.float32(guidance_scale),
-        sampler_row=step_row(sampler.coefficients, step),
+        timestep=jnp.float32(sampler.timesteps[step.index]),
+        guidance_scale=jnp.float32(step.guidance_scale),
+        sampler_row=step_row(sampler.coefficients, step.index),
+        cache_row=step_row(cache_rows, step.index),
     )
 
 
@@ -162,16 +285,18 @@ def denoise(
     sampler: Sampler,
     plan: RunPlan,
     experts: Experts,
+    cache: StepCache | None = None,
 ) -> Iterator[tuple[Any, StepTime]]:
     """Yields the state after each step and the step's time; raises `NotFiniteError`.
 
     A state is valid until the next step: each step reuses the memory of the one before.
     """
+    cache_rows = () if cache is None else cache.rows(plan)
     for planned in plan:
         index, expert = planned.index, experts.of(planned)
         PROGRESS.checkpoint(f"denoise step {index + 1}")
         started = time.perf_counter()
-        inputs = step_inputs(sampler, index, planned.guidance_scale)
+        inputs = step_inputs(sampler, planned, cache_rows)
         step, text = program_of(planned), expert.texts[planned.guidance]
         with jax.profiler.StepTraceAnnotation("denoise", step_num=index):
             state, finite = step(expert.weights, text, state, inputs, experts.conditioning)

@@ -59,7 +59,7 @@ class FlowMatchLCM(Sampler):
         return LcmCoefficients(
             sigma=self.sigmas[:-1].copy(),
             next_sigma=self.sigmas[1:].copy(),
-            step=np.arange(self.steps, dtype=np.uint32),
+            step=np.arange(self.first_step, self.steps, dtype=np.uint32),
         )
 
     def start(self, latents: Latents, seeds: Seeds | None = None) -> LcmState:

@@ -1,8 +1,17 @@
-"""Guidance: the model's batch made from the latents, and one velocity from its answer."""
+"""Guidance of every step: the model's batch, one velocity from its answer, and the plan of a run.
+
+A plan states expert, guidance and scale of every step. It is made on the host before the run.
+
+    step        0   1   2   3   4   5
+    expert      high noise  |  low noise         from a timestep or a step index
+    guidance    both prompts    |  prompt only   `guidance_end_step`, or a scale of 1
+    action      compute | skip | estimate        a step cache, if there is one
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import groupby
 
 import jax.numpy as jnp
@@ -86,15 +95,35 @@ class Unguided(Guidance):
         return velocity
 
 
+class Action(Enum):
+    """Computation of a step; a step cache provides the rest.
+
+    An estimate computes the prompt, and estimates the prediction of the negative prompt.
+    """
+
+    COMPUTE = "C"
+    SKIP = "."
+    ESTIMATE = "c"
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedStep:
-    """One step of a run: its expert, its guidance and the scale of it."""
+    """One step of a run: its expert, the prompts that it computes, the scale, and the cache.
+
+    `guidance` states the rows of the transformer's batch; a skipped step runs no block on them.
+    """
 
     index: int
     timestep: float
     high_noise: bool
     guidance: Guidance
     guidance_scale: float
+    action: Action = Action.COMPUTE
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows per video that pass through the blocks."""
+        return 0 if self.action is Action.SKIP else self.guidance.copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +131,21 @@ class RunPlan:
     """All steps of a run."""
 
     steps: tuple[PlannedStep, ...]
+
+    @property
+    def high_noise_steps(self) -> int:
+        """Number of steps of the high-noise expert, which come first."""
+        return sum(step.high_noise for step in self.steps)
+
+    @property
+    def actions(self) -> str:
+        """One sign per step: C computed, c prompt computed, dot skipped."""
+        return "".join(step.action.value for step in self.steps)
+
+    @property
+    def programs(self) -> tuple[tuple[Guidance, Action], ...]:
+        """The kinds of step programs that the run needs, in order of their first use."""
+        return tuple(dict.fromkeys((step.guidance, step.action) for step in self.steps))
 
     def __iter__(self) -> Iterator[PlannedStep]:
         return iter(self.steps)
@@ -126,6 +170,8 @@ class RunPlan:
 
     def describe(self) -> str:
         """Returns one line, such as `steps: 2 high-noise guided, 2 low-noise prompt only`."""
+        if {step.action for step in self.steps} != {Action.COMPUTE}:
+            return self._describe_cached()
         both = len({step.high_noise for step in self.steps}) == 2
         parts = []
         for (high_noise, guidance), group in groupby(self.steps, key=_kind):
@@ -133,6 +179,20 @@ class RunPlan:
             guided = "guided" if guidance.copies == 2 else "prompt only"
             parts.append(f"{len([*group])} {expert if both else ''}{guided}")
         return f"steps: {', '.join(parts)}"
+
+    def _describe_cached(self) -> str:
+        rows = sum(step.computed_rows for step in self.steps)
+        most = len(self) * self.guidance.copies
+        signs = {
+            Action.COMPUTE: "C computed",
+            Action.SKIP: ". skipped",
+            Action.ESTIMATE: "c prompt computed, negative prompt estimated",
+        }
+        used = ", ".join(sign for action, sign in signs.items() if action.value in self.actions)
+        return (
+            f"steps: {self.actions} ({used}); {rows} of {most} forwards through the blocks, "
+            f"{most / rows:.2f} times fewer"
+        )
 
 
 def _kind(step: PlannedStep) -> tuple[bool, Guidance]:
@@ -154,7 +214,7 @@ def plan_run(
     `guidance_end_step` on, and those of an expert whose scale is 1, compute the prompt only.
     """
     check_step_numbers(
-        steps=sampler.steps,
+        steps=len(sampler.timesteps),
         boundary_step_index=boundary_step_index,
         guidance_end_step=guidance_end_step,
     )
@@ -162,7 +222,8 @@ def plan_run(
     if high_noise_steps is None:
         boundary = 0.0 if boundary_ratio is None else boundary_ratio * sampler.train_timesteps
         high_noise_steps = int(np.sum(sampler.timesteps >= boundary))  # timesteps fall
-    end = sampler.steps if guidance_end_step is None else guidance_end_step
+    steps = len(sampler.timesteps)
+    end = steps if guidance_end_step is None else guidance_end_step
 
     def planned(index: int) -> PlannedStep:
         high_noise = index < high_noise_steps
@@ -176,7 +237,7 @@ def plan_run(
             guidance_scale=scale if guided else NO_GUIDANCE,
         )
 
-    return RunPlan(steps=tuple(planned(index) for index in range(sampler.steps)))
+    return RunPlan(steps=tuple(planned(index) for index in range(steps)))
 
 
 def check_step_numbers(

@@ -46,6 +46,7 @@ from maxdiffusion.generation.settings import (
     profile_plan,
     run_plan,
     sampler,
+    step_options,
     use_compilation_cache,
 )
 from maxdiffusion.pipelines import pipeline_named
@@ -355,9 +356,7 @@ def request_of(job: ResolvedJob, group: Group) -> Request:
         video=job.tasks.video(line),
         sampler=task.sampler(sampler(config, job.builder.spec)),
         scales=job.workload.guidance,
-        boundary_ratio=config.boundary_ratio if len(job.builder.spec.experts) == 2 else None,
-        boundary_step_index=config.boundary_step_index,
-        guidance_end_step=config.guidance_end_step,
+        **step_options(config, job.builder.spec),
         seeds=tuple(video.seed for video in full),
         task=task,
         inputs=tuple(one for one in inputs if one is not None),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from maxdiffusion.config import Config
 from maxdiffusion.config.io_fields import stated_inputs
 from maxdiffusion.config.validate import VideoRequestLine, check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
+from maxdiffusion.diffusion.denoise import StepCache
 from maxdiffusion.diffusion.guidance import GuidanceScales, RunPlan, plan_run
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import Tiling
@@ -163,15 +164,31 @@ def sampler(config: Config, spec: WanSpec) -> Sampler:
     )
 
 
+def step_cache(config: Config, spec: WanSpec) -> StepCache | None:
+    """Returns the step cache of the config, if it asks for one."""
+    if not (config.use_magcache or config.use_cfg_cache or config.use_sen_cache):
+        return None
+    from maxdiffusion.generation.step_caches import step_cache_of  # for these keys alone
+
+    return step_cache_of(config, spec)
+
+
+def step_options(config: Config, spec: WanSpec) -> dict[str, Any]:
+    """Returns the fields of a request about its steps: expert boundary, end of guidance, cache."""
+    return {
+        "boundary_ratio": config.boundary_ratio if len(spec.experts) == 2 else None,
+        "boundary_step_index": config.boundary_step_index,
+        "guidance_end_step": config.guidance_end_step,
+        "step_cache": step_cache(config, spec),
+    }
+
+
 def run_plan(config: Config, spec: WanSpec) -> RunPlan:
-    """Returns expert, guidance and scale of every step."""
-    return plan_run(
-        sampler(config, spec),
-        scales=guidance_scales(config, spec),
-        boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
-        boundary_step_index=config.boundary_step_index,
-        guidance_end_step=config.guidance_end_step,
-    )
+    """Returns expert, guidance, scale and use of a cache of every step."""
+    options = step_options(config, spec)
+    cache = options.pop("step_cache")
+    plan = plan_run(sampler(config, spec), scales=guidance_scales(config), **options)
+    return plan if cache is None else cache.planned(plan)
 
 
 def use_compilation_cache(config: Config) -> None:

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from maxdiffusion.attention import (
     AttentionPlan,
@@ -28,8 +28,15 @@ from maxdiffusion.attention import (
     plan_cross_attention,
 )
 from maxdiffusion.diffusion import Sampler
-from maxdiffusion.diffusion.denoise import StepFunction, step_inputs
-from maxdiffusion.diffusion.guidance import Guidance
+from maxdiffusion.diffusion.denoise import (
+    CacheShapes,
+    LoopState,
+    StepCache,
+    StepFunction,
+    StepInputs,
+    step_inputs,
+)
+from maxdiffusion.diffusion.guidance import NO_GUIDANCE, Action, Guidance, GuidanceScales, plan_run
 from maxdiffusion.mesh import ActivationLayout, with_data_in_ring
 from maxdiffusion.models.vae import SpatialSharding
 from maxdiffusion.models.wan import Conditioning, TextKeysValues
@@ -284,9 +291,15 @@ class ProgramBuilder:
         )
 
     def lower_denoise_step(
-        self, shape: ProgramShape, sampler: Sampler, attention: BlockAttention
+        self,
+        shape: ProgramShape,
+        sampler: Sampler,
+        attention: BlockAttention,
+        *,
+        cache: StepCache | None = None,
+        action: Action = Action.COMPUTE,
     ) -> jax.stages.Lowered:
-        """Lowers one denoising step, for either expert and any step."""
+        """Lowers one denoising step, for either expert and any step with this use of a cache."""
         step = StepFunction(
             graph=self.models.transformer.graph,
             attention=attention,
@@ -294,19 +307,36 @@ class ProgramBuilder:
             guidance=shape.guidance,
             sampler=sampler,
             dtype=self.settings.precision.activations,
+            cache=cache,
+            action=action,
         )
 
         def denoise_step(*inputs: Any) -> Any:  # profiles show the name of the function
             return step(*inputs)
 
+        state = LoopState(
+            sampler=self._abstract_state(shape, sampler),
+            cache=self._cache_state(shape, attention, cache),
+        )
         return self._lower(
-            jax.jit(denoise_step, donate_argnums=2, out_shardings=self.everywhere),
+            jax.jit(
+                denoise_step,
+                donate_argnums=2,
+                out_shardings=(_shardings(state), self.everywhere),
+            ),
             self.weights,
             self._abstract_text(shape),
-            self._abstract_state(shape, sampler),
-            jax.tree.map(jax.typeof, step_inputs(sampler, 0, 1.0)),
+            state,
+            self._step_inputs(sampler, cache),
             self.conditioning(shape),
         )
+
+    def _step_inputs(self, sampler: Sampler, cache: StepCache | None) -> StepInputs:
+        """Returns the inputs of a step as types; they are the same for every plan."""
+        scales = GuidanceScales(high_noise=NO_GUIDANCE, low_noise=NO_GUIDANCE)
+        plan = plan_run(sampler, scales=scales, boundary_ratio=None)
+        rows = () if cache is None else cache.rows(plan)
+        return jax.tree.map(jax.typeof, step_inputs(sampler, plan.steps[0], rows))
 
     def lower_fixed_m_eligible_heads(
         self, shape: ProgramShape, attention: BlockAttention
@@ -346,10 +376,24 @@ class ProgramBuilder:
             self.conditioning(shape),
         )
 
-    def lower_start(self, shape: ProgramShape, sampler: Sampler) -> jax.stages.Lowered:
-        """Lowers the start of the sampler: noise to its first state."""
+    def lower_start(
+        self,
+        shape: ProgramShape,
+        sampler: Sampler,
+        attention: BlockAttention,
+        *,
+        cache: StepCache | None = None,
+    ) -> jax.stages.Lowered:
+        """Lowers the start of a run: noise to the first state of the sampler, zeros of a cache."""
+        kept = self._cache_state(shape, attention, cache)
+
+        def start(latents: Float[Array, "B F Y X C"], seeds: UInt32[Array, " B"]) -> LoopState:
+            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), kept)
+            return LoopState(sampler=sampler.start(latents, seeds), cache=zeros)
+
+        state = LoopState(sampler=self._abstract_state(shape, sampler), cache=kept)
         return self._lower(
-            jax.jit(sampler.start, out_shardings=self.everywhere),
+            jax.jit(start, out_shardings=_shardings(state)),
             self._latents(shape),
             self._seeds(shape),
         )
@@ -446,3 +490,26 @@ class ProgramBuilder:
     def _abstract_state(self, shape: ProgramShape, sampler: Sampler) -> Any:
         state = jax.eval_shape(sampler.start, self._latents(shape), self._seeds(shape))
         return jax.tree.map(lambda leaf: self._replicated(leaf.shape, leaf.dtype), state)
+
+    def _cache_state(
+        self, shape: ProgramShape, attention: BlockAttention, cache: StepCache | None
+    ) -> Any:
+        """Returns the state of a step cache as shapes with shardings; empty without one."""
+        if cache is None:
+            return ()
+        dtype, config = self.settings.precision.activations, self.spec.transformer
+        tokens = (shape.model_batch, attention.self_attention.padded_q_len, config.model_dim)
+        sharding = self.layout.sharding(("batch", "sequence", "model"), tokens)
+        latents = (shape.videos, *shape.latent.dims)
+        return cache.state(
+            CacheShapes(
+                tokens=jax.ShapeDtypeStruct(tokens, dtype, sharding=sharding),
+                velocity=self._replicated(latents, dtype),
+                sample=self._replicated(latents, jnp.float32),
+                number=self._replicated((), jnp.float32),
+            )
+        )
+
+
+def _shardings(state: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, state)

@@ -12,6 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from maxdiffusion.diffusion import Sampler, from_scheduler_config
+from maxdiffusion.diffusion.denoise import StepCache
 from maxdiffusion.diffusion.guidance import NO_GUIDANCE, GuidanceScales, RunPlan, plan_run
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
@@ -99,6 +100,7 @@ class Request:
     seeds: tuple[int, ...] = ()
     latents: Float[np.ndarray, "B F Y X C"] | None = None
     noise: Float[np.ndarray, "B F Y X C"] | None = None
+    step_cache: StepCache | None = None
     task: Task = field(default_factory=TextToVideo)
     inputs: tuple[VisualInputs, ...] = ()
 
@@ -108,13 +110,14 @@ class Request:
     @cached_property
     def plan(self) -> RunPlan:
         """Expert, guidance and scale of every step; raises step numbers that the run lacks."""
-        return plan_run(
+        plan = plan_run(
             self.sampler,
             scales=self.scales,
             boundary_ratio=self.boundary_ratio,
             boundary_step_index=self.boundary_step_index,
             guidance_end_step=self.guidance_end_step,
         )
+        return plan if self.step_cache is None else self.step_cache.planned(plan)
 
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)
@@ -164,6 +167,7 @@ def request_from_arguments(
     boundary_step_index: int | None = None,
     guidance_end_step: int | None = None,
     sigmas: Sequence[float] | None = None,
+    step_cache: StepCache | None = None,
     noise: Any = None,
     task: Task | None = None,
     inputs: Sequence[VisualInputs] = (),
@@ -175,7 +179,7 @@ def request_from_arguments(
     `latents` [B, C, F, H, W]. `flow_shift` and `boundary_ratio` replace those of the checkpoint.
     `sigmas` are noise levels before the shift, one per step, and replace `num_inference_steps`. The
     first `boundary_step_index` steps run on the high-noise expert, in place of `boundary_ratio`;
-    from `guidance_end_step` on only the prompt is computed.
+    from `guidance_end_step` on only the prompt is computed. `step_cache` skips parts of steps.
     `inputs` are the visual conditions of `task`: one for all videos, or one for each prompt.
     """
     steps = num_inference_steps if sigmas is None else len(sigmas)
@@ -208,6 +212,7 @@ def request_from_arguments(
         boundary_ratio=spec.boundary_ratio if boundary_ratio is None else boundary_ratio,
         boundary_step_index=boundary_step_index,
         guidance_end_step=guidance_end_step,
+        step_cache=step_cache,
         seeds=seeds,
         latents=channels_last("latents", latents, len(prompts), shape),
         noise=channels_last("noise", noise, len(prompts), shape),

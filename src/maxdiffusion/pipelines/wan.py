@@ -7,6 +7,7 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 """
 
 import copy
+import logging
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from maxdiffusion.attention import BlockAttention
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
-from maxdiffusion.diffusion.guidance import PlannedStep
+from maxdiffusion.diffusion.guidance import Action, PlannedStep
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.models.umt5.checkpoint import umt5_map
@@ -47,6 +48,8 @@ from maxdiffusion.pipelines.tasks.base import Conditions, Encoders
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
 from maxdiffusion.runtime.files import FilePath
 from maxdiffusion.runtime.timing import StepTime
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,9 +341,9 @@ class VideoPipeline(LoraMethods):
             self._encode_image(shape.task.images)
         initial_noise([0], shape.latent.dims)  # its program is compiled by its first use
         self._start(shape, request)
-        for guidance in request.plan.guidances:
+        for guidance, action in request.plan.programs:
             self._read_text(shape.with_guidance(guidance))
-            self._step(shape.with_guidance(guidance), request)
+            self._step(shape.with_guidance(guidance), request, action)
         self._decode(shape, frame_format)
 
     def condition(self, request: Request) -> Experts:
@@ -412,13 +415,21 @@ class VideoPipeline(LoraMethods):
         first = self._start(shape, request)(self.first_latents(request, experts.source), seeds)
 
         def program_of(step: PlannedStep) -> Callable[..., Any]:
-            return self._step(shape.with_guidance(step.guidance), request)
+            return self._step(shape.with_guidance(step.guidance), request, step.action)
 
         steps = denoise(
-            program_of, first, sampler=request.sampler, plan=request.plan, experts=experts
+            program_of,
+            first,
+            sampler=request.sampler,
+            plan=request.plan,
+            experts=experts,
+            cache=request.step_cache,
         )
         for state, time in steps:
             yield state.sample, time
+        report = "" if request.step_cache is None else request.step_cache.report(state.cache)
+        if report:
+            logger.info(report)
 
     def first_latents(
         self, request: Request, source: Float[np.ndarray, "B F Y X C"] | None = None
@@ -508,16 +519,23 @@ class VideoPipeline(LoraMethods):
         return self._program(key, lambda: self.builder.lower_encode_image(images))
 
     def _start(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
-        sampler = request.sampler
-        key = ("start", shape.videos, shape.latent, type(sampler))
-        return self._program(key, lambda: self.builder.lower_start(shape, sampler))
-
-    def _step(self, shape: ProgramShape, request: Request) -> Callable[..., Any]:
-        sampler = request.sampler
-        key = ("denoise_step", shape, type(sampler))
+        sampler, cache = request.sampler, request.step_cache
+        # Without a cache the state has no tokens, and is the same for every task and guidance.
+        of_cache = cache and (cache.program_key, shape)
+        key = ("start", shape.videos, shape.latent, type(sampler), of_cache)
         return self._program(
             key,
-            lambda: self._builder_of(shape).lower_denoise_step(shape, sampler, self._plan(shape)),
+            lambda: self.builder.lower_start(shape, sampler, self._plan(shape), cache=cache),
+        )
+
+    def _step(self, shape: ProgramShape, request: Request, action: Action) -> Callable[..., Any]:
+        sampler, cache = request.sampler, request.step_cache
+        key = ("denoise_step", shape, type(sampler), cache and cache.program_key, action)
+        return self._program(
+            key,
+            lambda: self._builder_of(shape).lower_denoise_step(
+                shape, sampler, self._plan(shape), cache=cache, action=action
+            ),
         )
 
     def _decode(self, shape: ProgramShape, frame_format: FrameFormat) -> Callable[..., Any]:

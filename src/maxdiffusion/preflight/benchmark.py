@@ -257,7 +257,7 @@ class Bench:
         compiled = time.perf_counter() - began
         expert = self.expert(prepared)
         noise = initial_noise(range(shape.videos), shape.latent.dims)
-        start = builder.lower_start(shape, steps).compile()
+        start = builder.lower_start(shape, steps, prepared.attention).compile()
         seeds = np.arange(shape.videos, dtype=np.uint32)
         state = start(*jax.device_put((noise, seeds), builder.everywhere))
         experts = Experts(

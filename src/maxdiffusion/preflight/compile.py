@@ -71,7 +71,7 @@ def programs_of(
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
         DENOISE_STEP: lambda: builder.lower_denoise_step(shape, sampler, attention),
         "read_text": lambda: builder.lower_read_text(shape),
-        "start": lambda: builder.lower_start(shape, sampler),
+        "start": lambda: builder.lower_start(shape, sampler, attention),
         "decode": lambda: builder.lower_decode(shape, as_bytes),
     }
     makers = [

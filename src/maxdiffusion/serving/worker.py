@@ -48,6 +48,7 @@ from maxdiffusion.generation.resume import (
 from maxdiffusion.generation.settings import (
     guidance_scales,
     sampler,
+    step_options,
     use_compilation_cache,
     video_shape,
 )
@@ -277,8 +278,8 @@ class Worker:
 
     def _program(self, request: Request) -> Any:
         assert self._pipeline is not None
-        guidances = tuple(request.plan.guidances)
-        return self._pipeline.shape(request), type(request.sampler), guidances
+        steps = (request.step_cache, request.plan.programs)
+        return self._pipeline.shape(request), type(request.sampler), steps
 
     def _fit_previews(self, state: Path | None) -> None:
         assert self._pipeline is not None
@@ -314,9 +315,7 @@ class Worker:
             video=video_shape(config),
             sampler=task.sampler(sampler(config, spec)),
             scales=guidance_scales(config),
-            boundary_ratio=config.boundary_ratio if len(spec.experts) == 2 else None,
-            boundary_step_index=config.boundary_step_index,
-            guidance_end_step=config.guidance_end_step,
+            **step_options(config, spec),
             seeds=tuple(row.seed for row in rows),
             task=task,
             inputs=tuple(one for one in inputs if one is not None),

@@ -23,6 +23,7 @@ from maxdiffusion.generation.settings import (
     guidance_scales,
     pipeline_settings,
     sampler,
+    step_options,
     video_shape,
 )
 from maxdiffusion.mesh import parameter_sharding
@@ -194,7 +195,7 @@ class SampleVideos:
             video=video_shape(config),
             sampler=sampler(config, self.model.spec),
             scales=scales,
-            boundary_ratio=None if len(self.model.spec.experts) == 1 else config.boundary_ratio,
+            **step_options(config, self.model.spec),
             seeds=(config.seed,) * videos,
         )
 

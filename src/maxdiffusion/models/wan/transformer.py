@@ -48,6 +48,8 @@ _ONE_DEVICE = ActivationLayout()
 
 BlockStep = Callable[..., tuple[Array, Any]]  # (tokens, (weights, text) of a layer) -> tokens, seen
 WrapBlock = Callable[[BlockStep], BlockStep]
+AroundBlocks = Callable[[Array, Callable[[], Array]], Array]
+"""Returns the tokens after all blocks, from those before them and a function that computes them."""
 EmbeddedTime = tuple[Float[Array, "B D"], Float[Array, "B D"] | None]
 """The embedded time of the step, and time 0 if some frames have no noise."""
 
@@ -55,6 +57,12 @@ EmbeddedTime = tuple[Float[Array, "B D"], Float[Array, "B D"] | None]
 def unwrapped(step: BlockStep) -> BlockStep:
     """Returns the step of one layer as it is."""
     return step
+
+
+def computed(tokens: Array, compute: Callable[[], Array]) -> Array:
+    """Returns the tokens that the blocks compute."""
+    del tokens
+    return compute()
 
 
 class WanTransformer(nnx.Module):
@@ -147,30 +155,36 @@ class WanTransformer(nnx.Module):
         control: ControlInput | None = None,
         pose: Float[Array, "B f Y X I"] | None = None,
         wrap_block: WrapBlock = unwrapped,
+        around_blocks: AroundBlocks = computed,
     ) -> Float[Array, "B F Y X O"]:
         """Returns the velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model.
 
         The first `known_frames` have no noise: their tokens are of time 0. `wrap_block` changes how
-        the loop calls a layer, such as `jax.checkpoint` for training.
+        the loop calls a layer, such as `jax.checkpoint` for training. `around_blocks` may keep or
+        replace what all blocks compute, as step caches do.
         """
         length, grid = attention.self_attention.padded_q_len, self.grid(latents_BFYXC)
         tokens, time, step = self.embed_inputs(
             latents_BFYXC, timestep_B, length, layout, known_frames=known_frames, pose=pose
         )
-        term = self.layer_term(
-            tokens, step, text, control, attention=attention, layout=layout, grid=grid
-        )
-        tokens = self.run_blocks(
-            tokens,
-            step,
-            text,
-            attention=attention,
-            layout=layout,
-            term=term,
-            wrap_block=wrap_block,
-        )
+
+        def compute() -> Float[Array, "B S D"]:
+            term = self.layer_term(
+                tokens, step, text, control, attention=attention, layout=layout, grid=grid
+            )
+            return self.run_blocks(
+                tokens,
+                step,
+                text,
+                attention=attention,
+                layout=layout,
+                term=term,
+                wrap_block=wrap_block,
+            )
+
+        through = around_blocks(tokens, compute)
         with jax.named_scope("head"):
-            patches = self.output_head(tokens, time, step)[:, : int(np.prod(grid))]
+            patches = self.output_head(through, time, step)[:, : int(np.prod(grid))]
             return video_of(patches, grid, self.config.patch)
 
     def fixed_m_eligible_heads(

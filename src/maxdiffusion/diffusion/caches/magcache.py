@@ -1,0 +1,160 @@
+"""MagCache: skips steps while the residual of all blocks is known to change little.
+
+The residual R is what all blocks add to the tokens. Its magnitude falls from step to step by a
+ratio that hardly depends on the prompt, so ratios measured once tell how far a kept R is off:
+
+    acc *= ratio of the step        err += |1 - acc|        for prompt and negative prompt
+    skip  if err < threshold for both, and at most `max_skips` steps in a row
+
+A skipped step adds the kept R to its tokens and runs the output head. Decisions depend on the
+ratios alone. They are made on the host before the run, once for both prompts, and start afresh at
+the expert boundary. The first share of each expert's steps (`retention`) is always computed.
+"""
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from jaxtyping import Array, Float
+
+from maxdiffusion.diffusion.denoise import CacheShapes, Forward, StepCache
+from maxdiffusion.diffusion.guidance import Action, RunPlan
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
+
+FEWEST_STEPS = 10
+RATIOS_FILE = "mag_ratios.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagRatios:
+    """Ratios of a model: (prompt, negative prompt) of each step."""
+
+    values: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def interleaved(cls, numbers: Sequence[float]) -> "MagRatios":
+        """Returns the ratios of a list [prompt, negative, prompt, negative, ...]."""
+        if len(numbers) % 2 or len(numbers) < 2 * FEWEST_STEPS or min(numbers) <= 0:
+            problem = Problem(
+                name="mag_ratios_base",
+                value=f"{len(numbers)} numbers",
+                rule="must be a ratio above 0 for prompt and negative prompt in turn, for at least "
+                f"{FEWEST_STEPS} steps",
+                remedy="Leave it empty for the published ratios, or run calibrate_cache",
+            )
+            raise ProblemsFound([problem])
+        pairs = zip(numbers[::2], numbers[1::2], strict=True)
+        return cls(values=tuple((float(one), float(two)) for one, two in pairs))
+
+    @classmethod
+    def published(cls, name: str) -> "MagRatios":
+        """Returns the ratios that MagCache's authors publish for a model."""
+        return cls.interleaved(published_ratios()[name]["ratios"])
+
+    def for_steps(self, steps: int) -> Float[np.ndarray, "Q A"]:
+        """Returns the ratios of a run of `steps` steps: those of the nearest measured steps."""
+        values = np.asarray(self.values)
+        nearest = [round(step * (len(values) - 1) / max(1, steps - 1)) for step in range(steps)]
+        return values[nearest]
+
+
+@functools.cache
+def published_ratios() -> dict[str, Any]:
+    """Returns the published ratios: per model a list, and shift and boundary it belongs to."""
+    text = importlib.resources.files("maxdiffusion.assets").joinpath(RATIOS_FILE).read_text()
+    entries: dict[str, Any] = json.loads(text)
+    return entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagCache(StepCache):
+    """Skips whole steps by measured ratios of magnitudes."""
+
+    ratios: MagRatios
+    threshold: float = 0.04
+    max_skips: int = 2
+    retention: float = 0.2
+
+    @property
+    def program_key(self) -> Hashable:
+        """The type: its fields decide on the host which program runs."""
+        return type(self)
+
+    def planned(self, plan: RunPlan) -> RunPlan:
+        """Returns the plan with skipped steps."""
+        self._check(plan)
+        computed = self.computed_steps(len(plan), plan.high_noise_steps, plan.guidance.copies)
+        return RunPlan(
+            steps=tuple(
+                replace(step, action=Action.COMPUTE if compute else Action.SKIP)
+                for step, compute in zip(plan, computed, strict=True)
+            )
+        )
+
+    def computed_steps(self, steps: int, high_noise_steps: int, copies: int) -> tuple[bool, ...]:
+        """Returns, for every step, whether its blocks are computed."""
+        ratios = self.ratios.for_steps(steps)[:, :copies]
+        acc, err, skips = np.ones(copies), np.zeros(copies), 0
+        computed = []
+        for step in range(steps):
+            acc, skips = acc * ratios[step], skips + 1
+            err = err + np.abs(1 - acc)
+            skip = bool((err < self.threshold).all()) and skips <= self.max_skips
+            compute = not skip or self._retained(step, steps, high_noise_steps)
+            if compute:
+                acc, err, skips = np.ones(copies), np.zeros(copies), 0
+            computed.append(compute)
+        return tuple(computed)
+
+    def _retained(self, step: int, steps: int, high_noise_steps: int) -> bool:
+        """Returns whether a step is one of the first of its expert, which are always computed."""
+        if step < high_noise_steps:
+            return step < max(1, int(high_noise_steps * self.retention))
+        of_low_noise = int((steps - high_noise_steps) * self.retention)
+        return step < high_noise_steps + max(1, of_low_noise)
+
+    def _check(self, plan: RunPlan) -> None:
+        problems = []
+        if len(plan.guidances) > 1:
+            problems.append(
+                Problem(
+                    name="use_magcache",
+                    value=True,
+                    rule="needs the same guidance at every step",
+                    remedy="Set both guidance scales above 1 or both to 1, and leave "
+                    "guidance_end_step out",
+                )
+            )
+        if len(plan) < FEWEST_STEPS:
+            problems.append(
+                Problem(
+                    name="num_inference_steps",
+                    value=len(plan),
+                    rule=f"MagCache skips steps of runs of at least {FEWEST_STEPS} steps; few-step "
+                    "models have none to spare",
+                    remedy="Use more steps, or use_magcache=false",
+                )
+            )
+        Collector(problems).raise_if_any()
+
+    def rows(self, plan: RunPlan) -> Any:
+        """Returns nothing: the actions say everything."""
+        del plan
+        return ()
+
+    def state(self, shapes: CacheShapes) -> Any:
+        """Returns the shape of the residual."""
+        return shapes.tokens
+
+    def predict(
+        self, forward: Forward, state: Float[Array, "B_guided S D"], action: Action
+    ) -> tuple[Float[Array, "B F Y X C"], Float[Array, "B_guided S D"]]:
+        """Returns the guided velocity, and the residual of the last computed step."""
+        if action is Action.SKIP:
+            return forward.guided(forward.velocity_from(state)), state
+        velocity, residual = forward.velocity_and_residual()
+        return forward.guided(velocity), residual
