@@ -46,13 +46,13 @@ from maxdiffusion.generation.resume import (
     write_file,
 )
 from maxdiffusion.generation.settings import (
+    LineTasks,
     guidance_scales,
     sampler,
     step_options,
     use_compilation_cache,
     video_shape,
 )
-from maxdiffusion.generation.tasks import LineTasks
 from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request, VideoShape, check_video_shape
