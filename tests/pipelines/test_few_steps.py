@@ -98,8 +98,8 @@ def test_a_data_axis_shares_the_sequence_after_the_cut_off(
     expected = pipeline(**call).frames
     meshed = on_mesh(folder, shape, attention)
     np.testing.assert_allclose(meshed(**call).frames, expected, rtol=0, atol=TOLERANCE)
-    (single,) = [one for one in meshed._builders if one.guidance == Unguided()]
-    mesh = meshed._builders[single].mesh
+    (single,) = [one for one in meshed._attention if one.guidance == Unguided()]
+    mesh = meshed.builder.folded_for(single).mesh
     assert (mesh.shape["data"], mesh.shape["ring"]) == (1, ring)
 
 

@@ -7,7 +7,8 @@ import pytest
 
 from maxdiffusion.costs.chips import CHIPS
 from maxdiffusion.diffusion import UniPC
-from maxdiffusion.diffusion.guidance import ClassifierFree
+from maxdiffusion.diffusion.caches.magcache import MagCache, MagRatios
+from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, plan_run
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
@@ -20,7 +21,9 @@ from maxdiffusion.preflight.compile import (
     ProgramMaker,
     compile_all,
     compile_program,
+    other_steps_of,
     programs_of,
+    step_name,
 )
 from maxdiffusion.preflight.report import residence, state_bytes
 
@@ -95,3 +98,25 @@ def test_the_peak_is_all_weights_what_is_kept_and_what_a_program_adds():
     assert found.peak == sum(found.weights.values()) + 60 + 5 + 1000 + 1
     assert found.peak_program == "denoise_step"
     assert set(found.weights) == {"transformer", "transformer_2", "vae", "text_encoder"}
+
+
+def test_steps_that_compute_less_have_programs_of_their_own():
+    made = builder(MeshShape(data=2, ring=2))
+    shape, sampler = program_shape(made), UniPC(steps=12, shift=3.0)
+    scales = GuidanceScales(high_noise=4.0, low_noise=4.0)
+    cut = plan_run(sampler, scales=scales, boundary_ratio=None, guidance_end_step=5)
+    others = other_steps_of(made, shape, sampler=sampler, plan=cut, cache=None)
+    assert [maker.name for maker in others] == [
+        *("denoise_step of the prompt only", "read_text of the prompt only")
+    ]
+    assert [step_name(step, shape) for step in cut].count("denoise_step") == 5
+    cache = MagCache(ratios=MagRatios.interleaved([1.0] * 24))
+    plan = cache.planned(plan_run(sampler, scales=scales, boundary_ratio=None))
+    (skipped,) = other_steps_of(made, shape, sampler=sampler, plan=plan, cache=cache)
+    assert skipped.name == "denoise_step without blocks"
+    whole = programs_of(made, shape, sampler=sampler, attention=made.attention(shape), cache=cache)[
+        0
+    ]
+    flops = [compile_program(maker, CHIP).flops for maker in (whole, skipped)]
+    # Embeddings and head remain of a model with few layers.
+    assert flops[1] < 0.3 * flops[0]

@@ -198,7 +198,6 @@ class VideoPipeline(LoraMethods):
         )
         # Plans of a resolved job by shape; the pipeline plans other shapes when it meets them.
         self._attention = {**(attention or {})}
-        self._builders: dict[ProgramShape, ProgramBuilder] = {}
         self._programs: dict[Hashable, Callable[..., Any]] = {}
 
     @classmethod
@@ -476,7 +475,7 @@ class VideoPipeline(LoraMethods):
             self._fixed_m_eligible_heads(self.shape(request).with_guidance(guidance))
 
     def _fixed_m_eligible_heads(self, shape: ProgramShape) -> Callable[..., Any]:
-        builder, plan = self._builder_of(shape), self._plan(shape)
+        builder, plan = self.builder.folded_for(shape), self._plan(shape)
         return self._program(
             ("fast_heads", shape), lambda: builder.lower_fixed_m_eligible_heads(shape, plan)
         )
@@ -495,20 +494,14 @@ class VideoPipeline(LoraMethods):
 
     def _plan(self, shape: ProgramShape) -> BlockAttention:
         if shape not in self._attention:
-            self._attention[shape] = self._builder_of(shape).attention(shape)
+            self._attention[shape] = self.builder.folded_for(shape).attention(shape)
         return self._attention[shape]
-
-    def _builder_of(self, shape: ProgramShape) -> ProgramBuilder:
-        """Returns the builder of steps of this shape, possibly on a folded mesh."""
-        if shape not in self._builders:
-            self._builders[shape] = self.builder.folded_for(shape)
-        return self._builders[shape]
 
     def _read_text(self, shape: ProgramShape) -> Callable[..., Any]:
         task = shape.task
         faces = (task.face_batch, shape.latent.frames) if task.face_batch else ()
         key = ("read_text", shape.model_batch, shape.text_length, task.image_tokens, *faces)
-        return self._program(key, lambda: self._builder_of(shape).lower_read_text(shape))
+        return self._program(key, lambda: self.builder.folded_for(shape).lower_read_text(shape))
 
     def _encode(self, shape: ProgramShape, frames: int) -> Callable[..., Any]:
         key = ("encode", shape.latent.rows, shape.latent.columns, frames)
@@ -533,7 +526,7 @@ class VideoPipeline(LoraMethods):
         key = ("denoise_step", shape, type(sampler), cache and cache.program_key, action)
         return self._program(
             key,
-            lambda: self._builder_of(shape).lower_denoise_step(
+            lambda: self.builder.folded_for(shape).lower_denoise_step(
                 shape, sampler, self._plan(shape), cache=cache, action=action
             ),
         )

@@ -7,6 +7,7 @@ collectives, the machine code of the kernels gives their time, and `assemble` ad
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from maxdiffusion.costs.step_time import (
 )
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.generation.job import ResolvedJob, plan_job
-from maxdiffusion.generation.settings import fill_aot_cache, sampler
+from maxdiffusion.generation.settings import fill_aot_cache, run_plan, sampler, step_cache
 from maxdiffusion.mesh import MeshDevice
 from maxdiffusion.models.umt5 import Umt5Config
 from maxdiffusion.models.vae import WanVaeConfig
@@ -36,10 +37,13 @@ from maxdiffusion.models.wan.config import wan_2_1_t2v_1_3b, wan_14b
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.preflight.compile import (
     DENOISE_STEP,
+    PROMPT_ONLY_STEP,
     CompiledProgram,
     compile_all,
+    other_steps_of,
     programs_of,
     shorter_text_encoders,
+    step_name,
 )
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.kernels import kernel_process
@@ -132,12 +136,10 @@ def compiled_report(job: TopologyJob, arguments: Sequence[str], only: str = "") 
     """Returns the report on all programs of a job, or on the one with the name `only`."""
     planned, chip = job.planned, job.topology.chip
     builder, shape = planned.builder, planned.shape
-    every = programs_of(
-        builder,
-        shape,
-        sampler=sampler(planned.config, builder.spec),
-        attention=planned.attention,
-    )
+    steps, cache = sampler(planned.config, builder.spec), step_cache(planned.config, builder.spec)
+    every = programs_of(builder, shape, sampler=steps, attention=planned.attention, cache=cache)
+    plan = run_plan(planned.config, builder.spec)
+    every += other_steps_of(builder, shape, sampler=steps, plan=plan, cache=cache)
     makers = tuple(maker for maker in every if only in ("", maker.name))
     if planned.config.aot_cache_dir and not only:
         makers += shorter_text_encoders(builder)
@@ -216,7 +218,7 @@ def program_runs(job: ResolvedJob) -> dict[str, int]:
         "text_encoder": job.shape.guidance.copies,
         "read_text": len(job.builder.spec.experts),
         "start": 1,
-        DENOISE_STEP: job.config.num_inference_steps,
+        **Counter(step_name(step, job.shape) for step in run_plan(job.config, job.builder.spec)),
         "decode": job.shape.videos,
     }
 
@@ -228,12 +230,16 @@ def video_time(
     *,
     network: Network,
 ) -> VideoTime:
-    """Returns the time of programs that run `times`; that of a denoise step is `step_seconds`."""
+    """Returns the time of programs that run `times`; that of a denoise step is `step_seconds`.
+
+    A step of the prompt only is taken as half of a guided one.
+    """
+    known = {DENOISE_STEP: step_seconds, PROMPT_ONLY_STEP: step_seconds / 2}
     return VideoTime(
         programs={
             program.name: Runs(
-                seconds=step_seconds
-                if program.name == DENOISE_STEP
+                seconds=known[program.name]
+                if program.name in known
                 else program_seconds(program.text, network),
                 times=times[program.name],
             )

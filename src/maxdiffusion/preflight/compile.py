@@ -12,6 +12,8 @@ import jax
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.costs.chips import GIB, Chip
 from maxdiffusion.diffusion import Sampler
+from maxdiffusion.diffusion.denoise import StepCache
+from maxdiffusion.diffusion.guidance import Action, PlannedStep, RunPlan
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.kernels.tpu import MIB
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape, as_bytes
@@ -20,6 +22,8 @@ from maxdiffusion.pipelines.text import BUCKETS, TextPrograms
 logger = logging.getLogger(__name__)
 
 DENOISE_STEP = "denoise_step"
+PROMPT_ONLY_STEP = "denoise_step of the prompt only"
+SKIPPED_STEP = "denoise_step without blocks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,16 +66,21 @@ class ProgramMaker:
 
 
 def programs_of(
-    builder: ProgramBuilder, shape: ProgramShape, *, sampler: Sampler, attention: BlockAttention
+    builder: ProgramBuilder,
+    shape: ProgramShape,
+    *,
+    sampler: Sampler,
+    attention: BlockAttention,
+    cache: StepCache | None = None,
 ) -> tuple[ProgramMaker, ...]:
     """Returns the programs of a generation, the denoise step first; both experts share it.
 
     The text encoder is that of the longest prompts; shorter ones need less.
     """
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
-        DENOISE_STEP: lambda: builder.lower_denoise_step(shape, sampler, attention),
+        DENOISE_STEP: lambda: builder.lower_denoise_step(shape, sampler, attention, cache=cache),
         "read_text": lambda: builder.lower_read_text(shape),
-        "start": lambda: builder.lower_start(shape, sampler, attention),
+        "start": lambda: builder.lower_start(shape, sampler, attention, cache=cache),
         "decode": lambda: builder.lower_decode(shape, as_bytes),
     }
     makers = [
@@ -79,6 +88,50 @@ def programs_of(
         for name, lower in lowerings.items()
     ]
     return (*makers, text_encoder_of(builder, shape.text_length, shape.text_length))
+
+
+def step_name(step: PlannedStep, shape: ProgramShape) -> str:
+    """Returns the name of a step's program, in a run whose widest steps have this shape."""
+    if step.action is Action.SKIP:
+        return SKIPPED_STEP
+    return DENOISE_STEP if step.guidance == shape.guidance else PROMPT_ONLY_STEP
+
+
+def other_steps_of(
+    builder: ProgramBuilder,
+    shape: ProgramShape,
+    *,
+    sampler: Sampler,
+    plan: RunPlan,
+    cache: StepCache | None,
+) -> tuple[ProgramMaker, ...]:
+    """Returns the programs of steps that compute less, and the texts that they need."""
+    lowerings: dict[str, tuple[str, Callable[[], jax.stages.Lowered]]] = {}
+    for step in plan:
+        name, single = step_name(step, shape), shape.with_guidance(step.guidance)
+        if name == DENOISE_STEP:
+            continue
+        folded = builder.folded_for(single)
+        lowerings[name] = (
+            DENOISE_STEP,
+            partial(
+                folded.lower_denoise_step,
+                single,
+                sampler,
+                folded.attention(single),
+                cache=cache,
+                action=step.action,
+            ),
+        )
+        if single != shape:
+            lowerings["read_text of the prompt only"] = (
+                "read_text",
+                partial(folded.lower_read_text, single),
+            )
+    return tuple(
+        ProgramMaker(name=name, compile=partial(_compiled, builder, stored, lower))
+        for name, (stored, lower) in lowerings.items()
+    )
 
 
 def shorter_text_encoders(builder: ProgramBuilder) -> tuple[ProgramMaker, ...]:
