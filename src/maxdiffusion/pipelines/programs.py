@@ -85,11 +85,11 @@ Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
 
 
 # XLA for CPUs computes bfloat16 products in float32. This pass moves the conversion of the weights
-# out of the scan over layers, so all layers are held in float32 at once (docs/design/cpu_memory.md).
-_CPU_OPTIONS = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+# out of the scan over layers: float32 for all layers at once (docs/design/cpu_memory.md).
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
-def compiler_options(platform: str) -> dict[str, str]:
+def compiler_options(platform: str) -> dict[str, str | bool]:
     """Returns XLA's options for programs of a platform; TPUs take theirs from LIBTPU_INIT_ARGS."""
     return dict(_CPU_OPTIONS) if platform == "cpu" else {}
 
