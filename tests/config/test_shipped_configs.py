@@ -15,7 +15,7 @@ NAMES = (
     *("base_wan_27b", "base_wan_14b", "base_wan_1_3b", "wan_tiny"),
     *("base_wan_i2v_27b", "base_wan_i2v_14b", "base_wan_ti2v_5b"),
     *("base_wan_vace_14b", "base_wan_vace_1_3b", "base_wan_animate"),
-    *("wan22_4step", "wan22_i2v_4step"),
+    *("wan22_4step", "wan22_i2v_4step", "mlperf_wan22"),
 )
 TRAINING = ("train_embedded",)
 

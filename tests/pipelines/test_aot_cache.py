@@ -104,7 +104,9 @@ def test_a_file_that_was_touched_is_a_loud_miss(store, caplog, damage, reason):
     assert "is loaded" in caplog.messages[-1]  # a good file took the place of the bad one
 
 
-@pytest.mark.parametrize("fact", ["package source", "jaxlib", "device kind", "LIBTPU_INIT_ARGS"])
+@pytest.mark.parametrize(
+    "fact", ["package source", "jaxlib", "device kind", "compiler options", "LIBTPU_INIT_ARGS"]
+)
 def test_what_was_made_elsewhere_is_not_used_and_the_difference_is_named(store, caplog, fact):
     store("program", lowered())
     caplog.clear()

@@ -93,6 +93,19 @@ def test_scripts_find_what_they_read(report):
     assert content["cycles_per_layer_outside_kernels"] == report.cycles.layer
 
 
+@pytest.mark.parametrize(("bundles", "warned"), [(27_468, False), (38_000, True), (60_000, True)])
+def test_code_near_the_size_of_instruction_memory_is_warned_of(report, bundles, warned):
+    large = dataclasses.replace(KERNEL, name="large", code_bundles=bundles)
+    small = dataclasses.replace(KERNEL, code_bundles=6_000)
+    found = dataclasses.replace(report, kernels=(small, large))
+    content = found.as_json()
+    assert content["kernel_code_bundles"] == bundles + 6_000
+    assert len(content["warnings"]) == warned
+    assert all(f"the code of large has {bundles:,} bundles" in one for one in content["warnings"])
+    assert ("WARNING" in found.describe()) == warned
+    assert f"code of all kernels: {bundles + 6_000:,} bundles" in found.describe()
+
+
 def test_parts_add_up(report):
     content = report.as_json()
     assert sum(content["seconds"].values()) == pytest.approx(report.step.total)

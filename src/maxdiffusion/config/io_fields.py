@@ -40,6 +40,11 @@ class InputFields:
         "them with black bars.",
         Choice(("stretch", "crop", "pad")),
     )
+    latents_path: str = setting(
+        "",
+        "Initial latents in place of the seed's noise: .safetensors with one tensor or .npy, "
+        "[C, F, H, W] for all videos or [B, C, F, H, W] with one row per video; empty = none.",
+    )
     video_path: str = setting(
         "",
         "Video to video and VACE: video file, address or folder of frames. A file is resampled to "

@@ -358,9 +358,20 @@ def request_of(job: ResolvedJob, group: Group) -> Request:
         scales=job.workload.guidance,
         **step_options(config, job.builder.spec),
         seeds=tuple(video.seed for video in full),
+        latents=latents_of(job, full),
         task=task,
         inputs=tuple(one for one in inputs if one is not None),
     )
+
+
+def latents_of(job: ResolvedJob, videos: Sequence[Video]) -> Float[np.ndarray, "B F Y X C"] | None:
+    """Returns the latents that videos start from, of `latents_path`; None without one."""
+    if not job.config.latents_path:
+        return None
+    from maxdiffusion.generation.latents import load_latents, rows_of  # for this field alone
+
+    latents = load_latents(job.config, [job.shape], job.workload.videos)
+    return rows_of(latents, [video.index for video in videos])
 
 
 def check_same(latents: np.ndarray, request: Request) -> None:

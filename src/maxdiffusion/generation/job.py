@@ -152,7 +152,7 @@ def resolve_job(
     job = plan_job(parsed, spec, devices)
     if is_multiprocess():
         lines = {"lines": [input_facts(job, line) for line in job.workload.lines]}
-        inputs = {**lines, **component_digests(folder)}
+        inputs = {**lines, **component_digests(folder), **latents_facts(job)}
         assert_equal_across_processes("inputs", inputs)
     if config.enable_tile_search:
         job = job.with_searched_tiles(search_tiles or refuse_tile_search)
@@ -204,6 +204,10 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice])
         plans = planned(builder, shapes)
         step_notes = prompt_only_notes(config, builder, shapes)
     problems.raise_if_any()
+    if config.latents_path:
+        from maxdiffusion.generation.latents import load_latents  # for this field alone
+
+        load_latents(config, shapes, workload.videos)
     return ResolvedJob(
         config=config,
         choices=choices,
@@ -258,6 +262,17 @@ def input_facts(job: ResolvedJob, line: VideoRequestLine) -> list[str]:
     """Returns what all processes must have in common of a line: its texts, and its pixels."""
     inputs = job.tasks.inputs(line)
     return [repr(line), "" if inputs is None else inputs.digest]
+
+
+def latents_facts(job: ResolvedJob) -> dict[str, str]:
+    """Returns a digest of the initial latents of each video; nothing if seeds give them."""
+    config, workload = job.config, job.workload
+    if not config.latents_path:
+        return {}
+    from maxdiffusion.generation.latents import load_latents, row_digest  # for this field alone
+
+    latents = load_latents(config, [job.shape], workload.videos)
+    return {f"latents {index}": row_digest(latents, index) for index in range(workload.videos)}
 
 
 def choose(

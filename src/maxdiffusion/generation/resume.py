@@ -32,7 +32,7 @@ from safetensors.numpy import save_file
 from maxdiffusion import __version__
 from maxdiffusion.config.validate import VideoRequestLine
 from maxdiffusion.distributed.coordination import broadcast_from_first, is_multiprocess
-from maxdiffusion.generation.job import ResolvedJob
+from maxdiffusion.generation.job import ResolvedJob, latents_facts
 from maxdiffusion.runtime.files import (
     CacheKey,
     FilePath,
@@ -72,12 +72,16 @@ ANIMATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Video:
-    """One video to make; `changes` are settings of its line that differ from the job's."""
+    """One video to make, number `index` of the job.
+
+    `changes` are settings that differ between videos: those of its line, and its initial latents.
+    """
 
     prompt: str
     seed: int
     path: FilePath
     line: VideoRequestLine | None = None
+    index: int = 0
     changes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -134,13 +138,15 @@ def list_videos(job: ResolvedJob) -> tuple[Video, ...]:
         for copy in range(workload.videos_per_prompt)
     ]
     changes = {line: changes_of(job, line) for line in workload.lines}
+    digests = [{"latents": digest} for digest in latents_facts(job).values()]
     return tuple(
         Video(
             prompt=line.prompt,
             seed=seed,
             path=folder / config.output_name.format(seed=config.seed, i=index),
             line=line,
-            changes=changes[line],
+            index=index,
+            changes={**changes[line], **(digests[index] if digests else {})},
         )
         for index, (line, seed) in enumerate(lines_and_seeds)
     )

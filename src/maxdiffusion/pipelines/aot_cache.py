@@ -28,7 +28,7 @@ from jax.sharding import Mesh
 from jaxlib import xla_client
 
 import maxdiffusion
-from maxdiffusion.pipelines.programs import ProgramBuilder
+from maxdiffusion.pipelines.programs import ProgramBuilder, compile_lowered, compiler_options
 from maxdiffusion.runtime.files import CacheKey, FilePath, open_binary, replacing
 
 logger = logging.getLogger(__name__)
@@ -110,6 +110,7 @@ def surroundings(mesh: Mesh, settings: Mapping[str, Any]) -> dict[str, Any]:
         "libtpu": _version("libtpu") if device.platform == "tpu" else None,
         "device kind": device.device_kind,
         "platform": device.platform,
+        "compiler options": compiler_options(device.platform),
         "mesh": {str(axis): size for axis, size in mesh.shape.items()},
         "devices": [_coordinates(one) for one in mesh.devices.flat],
         "processes": len({one.process_index for one in mesh.devices.flat}),
@@ -219,7 +220,7 @@ class AotCache:
     def _compiled(
         self, name: str, lowered: jax.stages.Lowered, key: CacheKey
     ) -> jax.stages.Compiled:
-        compiled = lowered.compile()
+        compiled = compile_lowered(lowered)
         if jax.process_index() == 0:  # the others would write the same
             path = self.path(name, key)
             write_executable(path, key, payload_of(compiled))

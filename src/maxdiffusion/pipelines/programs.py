@@ -91,10 +91,26 @@ Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
 """Compiles a lowered program that has a name, possibly through a cache."""
 
 
+# XLA for CPUs computes bfloat16 products in float32. This pass moves the conversion of the weights
+# out of the scan over layers: float32 for all layers at once (docs/design/cpu_memory.md).
+_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+
+
+def compiler_options(platform: str) -> dict[str, str | bool]:
+    """Returns XLA's options for programs of a platform; TPUs take theirs from LIBTPU_INIT_ARGS."""
+    return dict(_CPU_OPTIONS) if platform == "cpu" else {}
+
+
+def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Compiles a program with the options of the platform that it was lowered for."""
+    platform = lowered._lowering.compile_args["backend"].platform
+    return lowered.compile(compiler_options=compiler_options(platform) or None)
+
+
 def compile_now(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program without a cache."""
     del name
-    return lowered.compile()
+    return compile_lowered(lowered)
 
 
 FrameFormat = Callable[[Float[Array, "B F Y X C"]], Array]

@@ -35,7 +35,7 @@ from maxdiffusion.distributed.coordination import (
 from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
 from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.generation.settings import sampler
-from maxdiffusion.pipelines.programs import ProgramBuilder
+from maxdiffusion.pipelines.programs import ProgramBuilder, compile_lowered
 from maxdiffusion.preflight.command import plan_on
 from maxdiffusion.preflight.plots import Line, line_chart
 from maxdiffusion.preflight.ranking import entry_overrides
@@ -253,11 +253,12 @@ class Bench:
         builder, shape = prepared.builder, prepared.shape
         steps = sampler(prepared.config, builder.spec)
         began = time.perf_counter()
-        program = builder.lower_denoise_step(shape, steps, prepared.attention).compile()
+        lowered = builder.lower_denoise_step(shape, steps, prepared.attention)
+        program = compile_lowered(lowered)
         compiled = time.perf_counter() - began
         expert = self.expert(prepared)
         noise = initial_noise(range(shape.videos), shape.latent.dims)
-        start = builder.lower_start(shape, steps, prepared.attention).compile()
+        start = compile_lowered(builder.lower_start(shape, steps, prepared.attention))
         seeds = np.arange(shape.videos, dtype=np.uint32)
         state = start(*jax.device_put((noise, seeds), builder.everywhere))
         experts = Experts(
@@ -310,7 +311,7 @@ class Bench:
         size = (shape.model_batch, shape.text_length, builder.spec.transformer.text_dim)
         rows = np.random.default_rng(0).standard_normal(size, np.float32)
         rows = rows.astype(builder.settings.precision.activations)
-        read_text = builder.lower_read_text(shape).compile()
+        read_text = compile_lowered(builder.lower_read_text(shape))
         image = jax.tree.map(drawn, builder.image_tokens(shape))
         text = read_text(weights, jax.device_put(rows, builder.everywhere), image)
         return Expert(name="random weights", weights=weights, texts={shape.guidance: text})

@@ -111,6 +111,7 @@ def figures(code: KernelCode, chip: Chip, *, purpose: str, vmem: tuple[int, int]
         spill_loads=main.spill_loads,
         vmem_bytes=vmem[0],
         vmem_limit_bytes=vmem[1],
+        code_bundles=code.bundles,
     )
 
 

@@ -11,7 +11,15 @@ from flax import nnx
 from maxdiffusion.costs.chips import GIB, Topology
 from maxdiffusion.costs.flops import Bounds, ForwardFlops
 from maxdiffusion.costs.links import DeviceCollective, bytes_by_axes
-from maxdiffusion.costs.step_time import KernelFigures, StepTime, VideoTime, format_seconds, label
+from maxdiffusion.costs.step_time import (
+    INSTRUCTION_BUNDLES,
+    NEAR_INSTRUCTION_MEMORY,
+    KernelFigures,
+    StepTime,
+    VideoTime,
+    format_seconds,
+    label,
+)
 from maxdiffusion.kernels.tpu import MIB
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.preflight.compile import CompiledProgram
@@ -92,6 +100,11 @@ class Report:
         """Returns the MFU of the predicted step, of bfloat16 peak."""
         return self.bounds.mfu(self.flops.total, self.step.total)
 
+    @property
+    def kernel_bundles(self) -> int:
+        """Returns the bundles of the code of all kernels."""
+        return sum(kernel.code_bundles for kernel in self.kernels)
+
     def as_json(self) -> dict[str, Any]:
         """Returns everything by name; the figures that scripts compare come first."""
         return {
@@ -104,6 +117,8 @@ class Report:
             "usable_hbm_bytes_per_device": self.topology.chip.usable_hbm_bytes,
             "cycles_per_layer_outside_kernels": self.cycles.layer,
             "kernels": [kernel.as_json() for kernel in self.kernels],
+            "kernel_code_bundles": self.kernel_bundles,
+            "warnings": code_warnings(self.kernels),
             "topology": self.topology.name,
             "devices": self.topology.device_count,
             "mesh": dict(self.mesh),
@@ -162,9 +177,14 @@ class Report:
                 f"  {kernel.name} ({kernel.purpose}): main loop {kernel.main_loop_bundles:,} "
                 f"bundles, MXU bound {kernel.mxu_bound_bundles:,} ({kernel.mxu_share:.1%}); "
                 f"spills {kernel.spill_stores:,} out, {kernel.spill_loads:,} in; VMEM "
-                f"{kernel.vmem_bytes / MIB:.1f} of {kernel.vmem_limit_bytes / MIB:.0f} MiB"
+                f"{kernel.vmem_bytes / MIB:.1f} of {kernel.vmem_limit_bytes / MIB:.0f} MiB; "
+                f"code {kernel.code_bundles:,} bundles"
             )
-        return lines
+        return [
+            *lines,
+            f"  code of all kernels: {self.kernel_bundles:,} bundles",
+            *code_warnings(self.kernels),
+        ]
 
     def _cycle_lines(self) -> list[str]:
         parts = sorted(self.cycles.per_layer.items(), key=lambda item: -item[1])
@@ -198,6 +218,18 @@ class Report:
                 f"results {memory.outputs / GIB:.2f}; compiled in {program.seconds:.0f} s"
             )
         return lines
+
+
+def code_warnings(kernels: Sequence[KernelFigures]) -> list[str]:
+    """Returns a warning for each kernel whose code nearly fills instruction memory, or more."""
+    return [
+        f"WARNING: the code of {kernel.name} has {kernel.code_bundles:,} bundles, "
+        f"{kernel.instruction_memory:.0%} of about {INSTRUCTION_BUNDLES:,} that instruction memory "
+        "holds. A kernel past it was measured 2.1 times slower, which the prediction does not "
+        "include. Use smaller flash_block_sizes or an attention without fixed_m"
+        for kernel in kernels
+        if kernel.instruction_memory >= NEAR_INSTRUCTION_MEMORY
+    ]
 
 
 def _collective_words(one: DeviceCollective) -> str:
