@@ -30,7 +30,7 @@ from maxdiffusion.training.data.synthetic import (
     draw_scene,
     render,
 )
-from maxdiffusion.training.scoring import Marks, score
+from maxdiffusion.training.data.scoring import Marks, score
 from maxdiffusion.training.vae import peak_signal
 
 SEED = 20_221_105  # of the scored draws; training uses small seeds
