@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from maxdiffusion.config.compat import COMPAT_FIELDS
 from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
-from maxdiffusion.config.io_fields import InputFields, ServingFields
+from maxdiffusion.config.io_fields import InputFields, ServingFields, TrainingImageFields
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
     TRAINING_GROUPS,
@@ -63,6 +63,7 @@ class Config(
     ServingFields,
     TrainingFields,
     TrainingDataFields,
+    TrainingImageFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

@@ -1,4 +1,4 @@
-"""Config fields of what a job is given and of the server, declared as in `schema.py`.
+"""Config fields of images and videos and of the server, declared as in `schema.py`.
 
 Paths are relative to the current folder; each of them may be an http(s) address. Public names are
 kept: `image_url` is the first frame, the `_path` fields of Animate are those of its public file.
@@ -96,6 +96,23 @@ class InputFields:
     )
     animate_guidance_scale: float = setting(
         1.0, "Animate: strength of guidance; up to 1 turns it off."
+    )
+
+
+@field_group
+class TrainingImageFields:
+    """What training gives a model of the first frames of clips."""
+
+    train_image_conditioning: str = setting(
+        "auto",
+        "Input of the first frame: none (text to video), as channels (WAN 2.2 I2V), or as known "
+        "latent frame (TI2V-5B); auto = that of the model.",
+        Choice(("auto", "none", "channels", "first_frame")),
+    )
+    first_frame_dropout: float = setting(
+        0.1,
+        "first_frame: share of clips that are trained as text to video.",
+        Number(minimum=0, maximum=1),
     )
 
 
