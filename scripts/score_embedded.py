@@ -22,6 +22,7 @@ from maxdiffusion.models.vae import ALL_FRAMES
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.runtime.progress import steps_bar
+from maxdiffusion.training.data.scoring import Marks, score
 from maxdiffusion.training.data.synthetic import (
     ClipFormat,
     Pool,
@@ -30,7 +31,6 @@ from maxdiffusion.training.data.synthetic import (
     draw_scene,
     render,
 )
-from maxdiffusion.training.scoring import Marks, score
 from maxdiffusion.training.vae import peak_signal
 
 SEED = 20_221_105  # of the scored draws; training uses small seeds

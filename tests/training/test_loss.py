@@ -72,9 +72,14 @@ def test_following_the_velocity_back_gives_the_data():
     sample = add_noise(data, level, jax.random.key(2))
     share = level[:, None, None, None, None]
     np.testing.assert_allclose(sample.latents - share * sample.velocity, data, atol=1e-6)
-    assert float(jnp.max(sample_losses(sample.velocity, sample))) == 0
-    far = sample_losses(sample.velocity + 2, sample)
+    every = jnp.ones((4, 3))
+    assert float(jnp.max(sample_losses(sample.velocity, sample, every))) == 0
+    far = sample_losses(sample.velocity + 2, sample, every)
     np.testing.assert_allclose(far, 4, rtol=1e-5)
+    # A frame that does not count changes nothing, and the mean is over the others.
+    wrong = sample.velocity.at[:, 0].add(100.0).at[:, 1].add(3.0)
+    found = sample_losses(wrong, sample, every.at[:, 0].set(0.0))
+    np.testing.assert_allclose(found, 9 / 2, rtol=1e-5)
 
 
 def test_buckets_add_up_to_the_batch():

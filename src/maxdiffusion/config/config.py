@@ -11,7 +11,12 @@ from types import MappingProxyType
 
 from maxdiffusion.config.compat import COMPAT_FIELDS
 from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
-from maxdiffusion.config.io_fields import InputFields, ServingFields
+from maxdiffusion.config.job_fields import (
+    InputFields,
+    ServingFields,
+    StepFields,
+    TrainingImageFields,
+)
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
     TRAINING_GROUPS,
@@ -28,7 +33,6 @@ from maxdiffusion.config.schema import (
     TrainingFields,
     VaeFields,
 )
-from maxdiffusion.config.step_fields import StepFields
 
 GROUPS: Mapping[str, tuple[Field, ...]] = MappingProxyType(
     {
@@ -65,6 +69,7 @@ class Config(
     ServingFields,
     TrainingFields,
     TrainingDataFields,
+    TrainingImageFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

@@ -2,7 +2,7 @@
 
 A new field is one `setting` here and the code that reads it: loading, `print_config`, error
 messages and docs/configuration.md follow from the declaration. Public keys that this program does
-not act on are data in `compat.py`. Fields of inputs and of the server are in `io_fields.py`.
+not act on are data in `compat.py`. Fields of inputs and of the server are in `job_fields.py`.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,12 @@ from maxdiffusion.config.fields import (
     field_group,
     setting,
 )
-from maxdiffusion.config.io_fields import InputFields, ServingFields
-from maxdiffusion.config.step_fields import StepFields
+from maxdiffusion.config.job_fields import (
+    InputFields,
+    ServingFields,
+    StepFields,
+    TrainingImageFields,
+)
 
 POSITIVE = Integer(minimum=1)
 NON_NEGATIVE = Integer(minimum=0)
@@ -483,9 +487,7 @@ class TrainingFields:
     adam_eps: float = setting(1e-8, "AdamW: added to the denominator.", NON_NEGATIVE_NUMBER)
     adam_weight_decay: float = setting(0.0, "AdamW: weight decay.", NON_NEGATIVE_NUMBER)
     opt_enable_grad_clipping: bool = setting(False, "Clip gradients by value.")
-    max_grad_value: float = setting(
-        1.0, "Value that gradients are clipped to.", NON_NEGATIVE_NUMBER
-    )
+    max_grad_value: float = setting(1.0, "Limit of gradient values.", NON_NEGATIVE_NUMBER)
     opt_enable_grad_global_norm_clipping: bool = setting(False, "Clip by global norm.")
     max_grad_norm: float = setting(1.0, "Norm that gradients are clipped to.", NON_NEGATIVE_NUMBER)
     max_train_steps: int = setting(1500, "Training steps.", NON_NEGATIVE)
@@ -576,4 +578,5 @@ GENERATION_GROUPS: Mapping[str, type] = {
 TRAINING_GROUPS: Mapping[str, type] = {
     "Training": TrainingFields,
     "Training data": TrainingDataFields,
+    "Training on first frames": TrainingImageFields,
 }

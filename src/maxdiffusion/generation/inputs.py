@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import cast
 
 from maxdiffusion.config import Config
-from maxdiffusion.config.io_fields import stated_inputs
+from maxdiffusion.config.job_fields import stated_inputs
 from maxdiffusion.config.validate import PATHS, VideoRequestLine
 from maxdiffusion.errors import Collector, Problem
 from maxdiffusion.pipelines.preprocess.images import ImageFit, Size, aspect_note

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from maxdiffusion.attention import AttentionOptions, BlockSizes
 from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
 from maxdiffusion.config import Config
-from maxdiffusion.config.io_fields import stated_inputs
+from maxdiffusion.config.job_fields import stated_inputs
 from maxdiffusion.config.validate import VideoRequestLine, check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
 from maxdiffusion.diffusion.denoise import StepCache

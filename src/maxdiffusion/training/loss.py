@@ -26,6 +26,7 @@ from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.transformer import BlockStep
+from maxdiffusion.training.image_conditioning import ImageConditioning, ImageInput, NoImage
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
@@ -106,6 +107,7 @@ class RematPolicy:
 
 TRAIN_TIMESTEPS = 1000
 BUCKETS = 8  # ranges of noise levels whose losses are reported separately
+IMAGE_STREAM = 3  # of a step's PRNG key; its first three are levels, noise and captions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,10 +213,16 @@ def add_noise(
     )
 
 
-def sample_losses(predicted: Float[Array, "B F Y X C"], sample: NoisySample) -> Float[Array, " B"]:
-    """Returns the mean squared error of every sample, in float32, not yet weighted."""
+def sample_losses(
+    predicted: Float[Array, "B F Y X C"], sample: NoisySample, counted: Float[Array, "B F"]
+) -> Float[Array, " B"]:
+    """Returns the mean squared error of every sample over its `counted` frames (1), in float32.
+
+    Not yet weighted.
+    """
     error = predicted.astype(jnp.float32) - sample.velocity
-    return jnp.mean(jnp.square(error), axis=(1, 2, 3, 4))
+    by_frame = jnp.mean(jnp.square(error), axis=(2, 3, 4))
+    return jnp.sum(by_frame * counted, axis=1) / jnp.sum(counted, axis=1)
 
 
 @register_tree
@@ -305,10 +313,14 @@ class ExpertSchedule:
 @register_tree
 @dataclass(frozen=True, kw_only=True)
 class ClipBatch:
-    """Normalised latents of clips, and their captions: tokens or text embeddings."""
+    """Normalised latents of clips, and their captions: tokens or text embeddings.
+
+    `image` is the encoded video of first frames and mid grey, for models that need it.
+    """
 
     latents: Float[Array | np.ndarray, "B F Y X C"]
     captions: Captions | EncodedBefore
+    image: Float[Array | np.ndarray, "B F Y X C"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +334,7 @@ class WanLoss:
     layout: ActivationLayout
     levels: NoiseLevels
     weighting: LossWeighting
+    image: ImageConditioning = field(default_factory=NoImage)
     remat: RematPolicy = field(default_factory=RematPolicy)
 
     def __call__(
@@ -330,19 +343,31 @@ class WanLoss:
         level_key, noise_key, text_key = jax.random.split(key, 3)
         levels = self.levels.draw(level_key, batch.latents.shape[0])
         sample = add_noise(jnp.asarray(batch.latents, jnp.float32), levels, noise_key)
+        image = self._image(sample, batch, key)
         model = self.transformer.merge(values[self.expert])
         rows = self.text(values, batch.captions, text_key)
-        predicted = self._velocity(model, sample.latents, levels, rows)
-        losses = sample_losses(predicted, sample)
+        predicted = self._velocity(model, sample, image, rows)
+        losses = sample_losses(predicted, sample, image.counted)
         return jnp.mean(losses * self.weighting(levels)), BucketLosses.of(losses, levels)
 
-    def _velocity(self, model: Any, latents: Array, levels: Array, rows: Array) -> Array:
+    def _image(self, sample: NoisySample, batch: ClipBatch, key: PRNGKeyArray) -> ImageInput:
+        return self.image(
+            sample.latents,
+            timestep_of(sample.level),
+            clean=jnp.asarray(batch.latents, jnp.float32),
+            image=None if batch.image is None else jnp.asarray(batch.image, jnp.float32),
+            key=jax.random.fold_in(key, IMAGE_STREAM),
+        )
+
+    def _velocity(self, model: Any, sample: NoisySample, image: ImageInput, rows: Array) -> Array:
         text = model.text_keys_values(rows.astype(model.dtype), layout=self.layout)
         return model(
-            latents.astype(model.dtype),
-            timestep_of(levels),
+            image.conditioning.model_input(sample.latents).astype(model.dtype),
+            timestep_of(sample.level),
             text,
             attention=self.attention,
             layout=self.layout,
+            known_frames=image.conditioning.known_frames,
+            known_timestep_B=image.known_timestep,
             wrap_block=self.remat.wrap_block,
         )

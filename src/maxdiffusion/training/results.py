@@ -18,8 +18,10 @@ from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.export import ExportOptions, export_component, help_export
 from maxdiffusion.checkpoints.load import load_parameters
 from maxdiffusion.config import Config
+from maxdiffusion.config.validate import VideoRequestLine
 from maxdiffusion.distributed.coordination import barrier
 from maxdiffusion.generation.settings import (
+    LineTasks,
     guidance_scales,
     pipeline_settings,
     sampler,
@@ -33,6 +35,7 @@ from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.tasks.base import Task, VisualInputs
 from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.pipelines.wan import WanParameters, WanPipeline, component_sources
 from maxdiffusion.runtime.files import FilePath, as_path, new_folder, writing
@@ -135,9 +138,19 @@ def export(model: Model, state: TrainState) -> None:
     logger.info(f"wrote {config.export_dir}")
 
 
+def sample_inputs(config: Config, spec: WanSpec) -> tuple[Task, tuple[VisualInputs, ...]]:
+    """Returns task and image of the sample videos; raises if the model needs another image."""
+    tasks, line = LineTasks(config=config, spec=spec), VideoRequestLine(prompt="")
+    inputs = tasks.inputs(line)
+    return tasks.task(line), () if inputs is None else (inputs,)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleVideos:
-    """Writes a video of the config's prompt with the running means of a state."""
+    """Writes a video of the config's prompt with the running means of a state.
+
+    It starts from the image of `image_url`, for models that take one.
+    """
 
     model: Model
 
@@ -189,6 +202,7 @@ class SampleVideos:
         copies = 2 if scales.active else 1
         videos = lcm(copies, mesh.shape["data"]) // copies
         prompt = config.prompt if isinstance(config.prompt, str) else config.prompt[0]
+        task, inputs = sample_inputs(config, self.model.spec)
         return Request(
             prompts=(prompt,) * videos,
             negative_prompts=(config.negative_prompt,) * videos,
@@ -197,6 +211,8 @@ class SampleVideos:
             scales=scales,
             **step_options(config, self.model.spec),
             seeds=(config.seed,) * videos,
+            task=task,
+            inputs=inputs * videos,
         )
 
     def _parameters(self, states: dict[str, nnx.State]) -> WanParameters:

@@ -21,6 +21,7 @@ from maxdiffusion.training.data.batches import SyntheticClips
 from maxdiffusion.training.data.latent_cache import CaptionedClips
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.data.video_folder import ClipSize, VideoClips, videos_in
+from maxdiffusion.training.image_conditioning import image_conditioning
 from maxdiffusion.training.loss import (
     BellWeighting,
     EvenWeighting,
@@ -179,6 +180,7 @@ def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSou
         optimiser=optimiser(config),
         mesh=training_mesh(config, spec.transformer.heads),
         text=text,
+        image=image_conditioning(config, spec),
         caption_dropout=config.caption_dropout,
         text_rate=rate if config.train_text_encoder else 0.0,
         dtype=np.dtype(config.activations_dtype),

@@ -39,7 +39,14 @@ from maxdiffusion.training.data.store import ClipSet, ClipStore, as_clip_batch, 
 from maxdiffusion.training.metrics import FORMULA
 from maxdiffusion.training.models import initial_state, vae_of
 from maxdiffusion.training.random_init import vae_json
-from maxdiffusion.training.results import Model, NewPart, SampleVideos, export, export_model
+from maxdiffusion.training.results import (
+    Model,
+    NewPart,
+    SampleVideos,
+    export,
+    export_model,
+    sample_inputs,
+)
 from maxdiffusion.training.run import Run, train_steps
 from maxdiffusion.training.settings import (
     batch_shape,
@@ -134,6 +141,8 @@ def resolve_job(config: Config) -> TrainingJob:
         folder = fuse_lora_files(config, folder, spec)
     if is_multiprocess():
         assert_equal_across_processes("inputs", component_digests(folder))
+    if config.sample_every:
+        sample_inputs(config, spec)
     check_export_room(config, folder)
     store = ClipStore.of(config, folder, spec, clip_sets(config, spec))
     latents = [store.latent(clips).dims[:3] for clips in store.sets]
@@ -171,6 +180,7 @@ def start_up_plan(job: TrainingJob) -> str:
             f"model: {start}, training {training.experts.names}",
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             training.block_attention.describe(),
+            training.image.describe(),
             *profile_notes(config),
             *describe_flags(target_chip(config.topology)),
             f"batch: {batch.clips} clips of latents {sizes} in {batch.accumulation} pieces, "

@@ -30,6 +30,7 @@ from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.abstract import AbstractModel
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
+from maxdiffusion.training.image_conditioning import ImageConditioning, NoImage
 from maxdiffusion.training.loss import (
     ClipBatch,
     ExpertSchedule,
@@ -109,6 +110,7 @@ class WanTraining:
     optimiser: Optimiser
     mesh: Mesh
     text: TextSource
+    image: ImageConditioning = field(default_factory=NoImage)
     caption_dropout: float = 0.1
     text_rate: float = 0.0  # share of the learning rate; 0: the text encoder is frozen
     dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
@@ -168,6 +170,7 @@ class WanTraining:
             expert=name,
             transformer=self.models[name],
             text=self._text_reader,
+            image=self.image,
             attention=self.block_attention,
             layout=self.layout,
             remat=self.remat,

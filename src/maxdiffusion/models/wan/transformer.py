@@ -51,7 +51,7 @@ WrapBlock = Callable[[BlockStep], BlockStep]
 AroundBlocks = Callable[[Array, Callable[[], Array]], Array]
 """Returns the tokens after all blocks, from those before them and a function that computes them."""
 EmbeddedTime = tuple[Float[Array, "B D"], Float[Array, "B D"] | None]
-"""The embedded time of the step, and time 0 if some frames have no noise."""
+"""The embedded time of the step, and that of known frames (0) if there are some."""
 
 
 def unwrapped(step: BlockStep) -> BlockStep:
@@ -152,6 +152,7 @@ class WanTransformer(nnx.Module):
         attention: BlockAttention,
         layout: ActivationLayout,
         known_frames: int = 0,
+        known_timestep_B: Num[Array, " B"] | None = None,
         control: ControlInput | None = None,
         pose: Float[Array, "B f Y X I"] | None = None,
         wrap_block: WrapBlock = unwrapped,
@@ -159,13 +160,20 @@ class WanTransformer(nnx.Module):
     ) -> Float[Array, "B F Y X O"]:
         """Returns the velocity of `latents_BFYXC` at `timestep_B`, in the dtype of the model.
 
-        The first `known_frames` have no noise: their tokens are of time 0. `wrap_block` changes how
-        the loop calls a layer, such as `jax.checkpoint` for training. `around_blocks` may keep or
-        replace what all blocks compute, as step caches do.
+        The first `known_frames` have no noise: their tokens are of time 0. Training states their
+        time as `known_timestep_B`, where some videos of a batch have noise there after all.
+        `wrap_block` changes how the loop calls a layer, such as `jax.checkpoint` for training;
+        `around_blocks` may keep or replace what all blocks compute, as step caches do.
         """
         length, grid = attention.self_attention.padded_q_len, self.grid(latents_BFYXC)
         tokens, time, step = self.embed_inputs(
-            latents_BFYXC, timestep_B, length, layout, known_frames=known_frames, pose=pose
+            latents_BFYXC,
+            timestep_B,
+            length,
+            layout,
+            known_frames=known_frames,
+            known_timestep_B=known_timestep_B,
+            pose=pose,
         )
 
         def compute() -> Float[Array, "B S D"]:
@@ -252,6 +260,7 @@ class WanTransformer(nnx.Module):
         layout: ActivationLayout,
         *,
         known_frames: int = 0,
+        known_timestep_B: Num[Array, " B"] | None = None,
         pose: Float[Array, "B f Y X I"] | None = None,
     ) -> tuple[Float[Array, "B S D"], EmbeddedTime, StepContext]:
         """Returns tokens, the embedded time, and the inputs that all blocks share."""
@@ -262,8 +271,10 @@ class WanTransformer(nnx.Module):
                 assert pose is not None
                 tokens = self.animation.with_pose(tokens, pose, layout)
             time_BD, modulation_BAD = self.time_embedding(timestep_B)
+            if known_timestep_B is None:
+                known_timestep_B = jnp.zeros_like(timestep_B)
             still_BD, still_BAD = (
-                self.time_embedding(jnp.zeros_like(timestep_B)) if known_frames else (None, None)
+                self.time_embedding(known_timestep_B) if known_frames else (None, None)
             )
         cosines_SR, sines_SR = self.rotations((frames, rows, columns), length)
         step = StepContext(

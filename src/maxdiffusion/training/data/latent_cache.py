@@ -1,7 +1,8 @@
 """Cache of latents, tokens and text embeddings of clips, in safetensors shards.
 
     <folder>/manifest.json              cache key of the shards
-    <folder>/shard-00000.safetensors    latents [n F Y X C], ids [n T], lengths [n]
+    <folder>/shard-00000.safetensors    latents [n F Y X C], ids [n T], lengths [n], and for
+                                        models that need it image [n F Y X C]: first frames
     <folder>/skipped.jsonl              clips that could not be used, and why
     <folder>/text.json                  cache key of the text embeddings
     <folder>/text-00000.safetensors     text [n T E]: embeddings of the captions of shard-00000
@@ -34,10 +35,12 @@ from maxdiffusion.runtime.files import (
 )
 from maxdiffusion.training.data.batches import Sample
 from maxdiffusion.training.data.video_folder import UnusableClip
+from maxdiffusion.training.image_conditioning import first_frames
 from maxdiffusion.training.text import padded_ids
 
 MANIFEST, SKIPPED = "manifest.json", "skipped.jsonl"
-Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] as bytes -> normalised latents
+LATENTS, IMAGE = "latents", "image"  # of a clip, and of its first frame and mid grey
+Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] in 0..255 -> normalised latents
 Tokenize = Callable[[str], Sequence[int]]
 Advance = Callable[[], None]
 
@@ -57,10 +60,14 @@ class CaptionedClips(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Sizes of shards and batches; `model` is a digest of the autoencoder and the tokenizer."""
+    """Sizes of shards and batches; `model` is a digest of the autoencoder and the tokenizer.
+
+    `arrays` are the encoded videos of a clip: its latents, and its first frame for some models.
+    """
 
     model: str
     caption_tokens: int
+    arrays: tuple[str, ...] = (LATENTS,)
     shard: int = 512
     batch: int = 16
 
@@ -117,14 +124,17 @@ def _encoded(
     skipped: FilePath,
 ) -> dict[str, np.ndarray]:
     """Returns the tensors of a shard; without latents if none of its clips can be used."""
-    latents: list[np.ndarray] = []
+    encoded: dict[str, list[np.ndarray]] = {name: [] for name in plan.arrays}
     texts: list[tuple[int, ...]] = []
     bad: list[dict[str, Any]] = []
     for group in _groups(_usable(clips, indices, bad), plan.batch):
-        latents.append(encode(np.stack([video for _, video in group])).astype(np.float32))
+        videos = np.stack([video for _, video in group])
+        for name, found in encoded.items():
+            shown = first_frames(videos) if name == IMAGE else videos
+            found.append(encode(shown).astype(np.float32))
         texts += [tuple(tokenize(clips.caption(index))) for index, _ in group]
     add_new_json_lines(skipped, bad)
-    held = {"latents": np.concatenate(latents)} if latents else {}
+    held = {name: np.concatenate(found) for name, found in encoded.items() if found}
     return held | {
         "ids": padded_ids(texts, plan.caption_tokens),
         "lengths": np.asarray([len(text) for text in texts], np.int32),
@@ -166,15 +176,15 @@ def shard_file(folder: FilePath, number: int, kind: str = "shard") -> FilePath:
 
 
 def _cache_key(clips: CaptionedClips, plan: CachePlan) -> CacheKey:
-    return CacheKey(
-        {
-            "clips": digest_value(clips.describe()),
-            "count": len(clips),
-            "model": plan.model,
-            "caption_tokens": plan.caption_tokens,
-            "shard": plan.shard,
-        }
-    )
+    facts = {
+        "clips": digest_value(clips.describe()),
+        "count": len(clips),
+        "model": plan.model,
+        "caption_tokens": plan.caption_tokens,
+        "shard": plan.shard,
+    }
+    # Latents alone are not stated, as caches of earlier versions do not state them.
+    return CacheKey(facts if plan.arrays == (LATENTS,) else {**facts, "arrays": plan.arrays})
 
 
 def claim_cache(manifest: FilePath, key: CacheKey) -> None:
@@ -238,7 +248,7 @@ class CachedClips:
     def latent_shape(self) -> tuple[int, ...]:
         """Frames, rows, columns and channels of every clip."""
         number, _ = self.locate(0)
-        return self.shards[number].shape("latents")[1:]
+        return self.shards[number].shape(LATENTS)[1:]
 
     @property
     def caption_tokens(self) -> int:
@@ -256,6 +266,10 @@ class Shard:
     def read(self, row: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Returns one row of the tensors (None: of all)."""
         return {name: self._slices[name][row] for name in names or self._slices}
+
+    def held(self, *names: str) -> tuple[str, ...]:
+        """Returns those of the names that the file has a tensor for."""
+        return tuple(name for name in names if name in self._slices)
 
     def whole(self, name: str) -> np.ndarray:
         """Returns a whole tensor."""
@@ -343,7 +357,7 @@ class ClipsWithText:
         return len(self._clips)
 
     def __getitem__(self, index: int) -> Sample:
-        """Returns the latents and the text embeddings of one clip."""
+        """Returns the encoded videos and the text embeddings of one clip."""
         number, row = self._clips.locate(index)
-        latents = self._clips.shards[number].read(row, ("latents",))
-        return latents | self._text[number].read(row)
+        shard = self._clips.shards[number]
+        return shard.read(row, shard.held(LATENTS, IMAGE)) | self._text[number].read(row)

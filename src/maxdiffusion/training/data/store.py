@@ -32,6 +32,8 @@ from maxdiffusion.runtime.files import (
 from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
 from maxdiffusion.training.data.batches import Samples
 from maxdiffusion.training.data.latent_cache import (
+    IMAGE,
+    LATENTS,
     SKIPPED,
     CachedClips,
     CachePlan,
@@ -50,6 +52,12 @@ from maxdiffusion.training.data.video_folder import (
     VideoClips,
     sort_videos,
     videos_in,
+)
+from maxdiffusion.training.image_conditioning import (
+    FIRST_FRAME,
+    ImageConditioning,
+    KnownFirstFrame,
+    image_conditioning,
 )
 from maxdiffusion.training.loss import ClipBatch
 from maxdiffusion.training.models import WHOLE_CLIP_PIXELS, clip_encoder, text_encoder
@@ -71,6 +79,7 @@ class ClipSet:
 
 def clip_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
     """Returns the clips of a config: one set, or one for each bucket that has clips."""
+    image_conditioning(config, spec)  # a model that cannot be trained is refused first
     root = as_path(config.latent_cache_dir)
     if not config.video_buckets:
         return (ClipSet(clips=clips(config), size=clip_size(config), cache=root),)
@@ -114,6 +123,18 @@ def check_sizes(buckets: Sequence[ClipSize], spec: WanSpec) -> None:
     problems.raise_if_any()
 
 
+def check_lengths(sizes: Sequence[ClipSize], image: ImageConditioning) -> None:
+    """Raises ProblemsFound if clips have no frame but the known one, so that nothing is learnt."""
+    short = [size for size in sizes if size.frames == 1 and isinstance(image, KnownFirstFrame)]
+    if short:
+        rule = (
+            f"the first frame is known (train_image_conditioning={FIRST_FRAME}): no other is left"
+        )
+        remedy = "Use clips of 5 frames or more, or train_image_conditioning=none"
+        value = [str(size) for size in short]
+        raise ProblemsFound([Problem(name="clips", value=value, rule=rule, remedy=remedy)])
+
+
 def list_left_out(root: FilePath, found: Sorted, buckets: Sequence[ClipSize]) -> None:
     """Lists the videos that fit no bucket. Raises ProblemsFound if none fits."""
     lines = [{"clip": file.name, "reason": why} for file, why in found.left_out.items()]
@@ -140,12 +161,15 @@ class ClipStore:
     sets: Sequence[ClipSet]
     tokenizer: PromptTokenizer
     caption_tokens: int
+    image: ImageConditioning
 
     @classmethod
     def of(
         cls, config: Config, folder: ModelFolder, spec: WanSpec, sets: Sequence[ClipSet]
     ) -> "ClipStore":
         """Returns the store of these clips; encodes nothing yet."""
+        image = image_conditioning(config, spec)
+        check_lengths([held.size for held in sets], image)
         tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
         length = config.max_sequence_length
         tokens = max(
@@ -159,6 +183,7 @@ class ClipStore:
             sets=sets,
             tokenizer=tokenizer,
             caption_tokens=tokens,
+            image=image,
         )
 
     @property
@@ -178,6 +203,15 @@ class ClipStore:
         video = VideoShape(height=size.height, width=size.width, num_frames=size.frames)
         return latent_shape(video, self.spec.vae, self.spec.transformer)
 
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The encoded videos that are stored of a clip."""
+        return (LATENTS, IMAGE) if self.image.stores_image else (LATENTS,)
+
+    def _values(self, held: ClipSet) -> int:
+        """Returns the number of values that are stored of one clip."""
+        return len(self.arrays) * prod(self.latent(held).dims)
+
     @cached_property
     def _model(self) -> str:
         return model_hash(self.folder)
@@ -186,11 +220,12 @@ class ClipStore:
         """Returns the sizes of shards and batches for a set."""
         size = held.size
         pixels = size.frames * size.height * size.width
-        clip_bytes = FLOAT_BYTES * prod(self.latent(held).dims)
+        clip_bytes = FLOAT_BYTES * self._values(held)
         devices = jax.local_device_count()
         return CachePlan(
             model=self._model,
             caption_tokens=self.caption_tokens,
+            arrays=self.arrays,
             shard=max(1, min(SHARD, SHARD_BYTES // clip_bytes)),
             batch=devices * max(1, min(BATCH // devices, WHOLE_CLIP_PIXELS // pixels)),
         )
@@ -252,7 +287,7 @@ class ClipStore:
         needed = 0
         for held, plan in plans:
             clips = min(len(held.clips), missing[held.cache] * plan.shard)
-            needed += FLOAT_BYTES * clips * (prod(self.latent(held).dims) + text)
+            needed += FLOAT_BYTES * clips * (self._values(held) + text)
         cache = as_path(self.config.latent_cache_dir)
         check_free_space("latent_cache_dir", cache, needed)
 
@@ -294,7 +329,9 @@ def model_hash(folder: ModelFolder, parts: Sequence[str] = ("vae", "tokenizer"))
 
 def as_clip_batch(rows: Mapping[str, Any]) -> ClipBatch:
     """Returns a batch of cached clips, on the host."""
+    captions: Captions | EncodedBefore
     if "text" in rows:
-        return ClipBatch(latents=rows["latents"], captions=EncodedBefore(rows=rows["text"]))
-    captions = Captions(ids=rows["ids"], lengths=rows["lengths"])
-    return ClipBatch(latents=rows["latents"], captions=captions)
+        captions = EncodedBefore(rows=rows["text"])
+    else:
+        captions = Captions(ids=rows["ids"], lengths=rows["lengths"])
+    return ClipBatch(latents=rows[LATENTS], captions=captions, image=rows.get(IMAGE))

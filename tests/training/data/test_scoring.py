@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import ndimage
 
+from maxdiffusion.training.data.scoring import compare, read_clip, score
 from maxdiffusion.training.data.synthetic import (
     BACKGROUNDS,
     COLOURS,
@@ -17,7 +18,6 @@ from maxdiffusion.training.data.synthetic import (
     draw_scene,
     render,
 )
-from maxdiffusion.training.scoring import compare, read_clip, score
 from tests.marking import slow_except
 
 FORMATS = {"one": ClipFormat(), "two": ClipFormat(pair_share=1.0), "long": ClipFormat(frames=17)}
