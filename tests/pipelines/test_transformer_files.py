@@ -19,7 +19,7 @@ from maxdiffusion.models.wan.original import original_name
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import TransformerFiles, open_wan_folder
-from maxdiffusion.pipelines.wan import load_wan_parameters
+from maxdiffusion.pipelines.weights import load_wan_parameters
 from tests.checkpoints.small_model import mesh
 from tests.config.writing import write
 

@@ -54,7 +54,8 @@ from maxdiffusion.pipelines.programs import FixedMEligibleHeads, ProgramShape, a
 from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
-from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
+from maxdiffusion.pipelines.wan import VideoPipeline
+from maxdiffusion.pipelines.weights import load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers
 from maxdiffusion.runtime.progress import PROGRESS, bytes_bar, steps_bar
 from maxdiffusion.runtime.timing import Profiler, Stage, Timings, describe_hosts

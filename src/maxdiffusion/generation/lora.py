@@ -14,8 +14,8 @@ from typing import Any
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.config import Config
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
-from maxdiffusion.pipelines.adapters import LoraChoice, with_lora
 from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.weights import LoraChoice, with_lora
 
 FIELD = "lora_config"
 LOCATIONS = "lora_model_name_or_path"

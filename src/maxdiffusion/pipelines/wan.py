@@ -9,7 +9,7 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 import copy
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,16 +23,12 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
-from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components
+from maxdiffusion.checkpoints.load import Progress
 from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
 from maxdiffusion.diffusion.guidance import Action, PlannedStep
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import single_device_mesh
-from maxdiffusion.models.umt5.checkpoint import umt5_map
-from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan import TextKeysValues
-from maxdiffusion.models.wan.checkpoint import transformer_map
-from maxdiffusion.pipelines.adapters import LoraAdapters, LoraMethods
 from maxdiffusion.pipelines.programs import (
     FixedMEligibleHeads,
     FrameFormat,
@@ -46,109 +42,19 @@ from maxdiffusion.pipelines.settings import PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TransformerFiles, WanSpec, open_wan_folder
 from maxdiffusion.pipelines.tasks.base import Conditions, Encoders
 from maxdiffusion.pipelines.text import PromptEncoder, PromptTokenizer, RowCache, TextPrograms
-from maxdiffusion.runtime.files import FilePath
+from maxdiffusion.pipelines.weights import (
+    LoraAdapters,
+    LoraMethods,
+    WanParameters,
+    component_sources,
+    load_wan_parameters,
+)
 from maxdiffusion.runtime.timing import StepTime
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WanParameters:
-    """Weights of a model on its mesh; `transformers` by the names of their folders.
-
-    A run whose prompts are all cached has no text encoder.
-    """
-
-    transformers: dict[str, nnx.State]
-    vae: nnx.State
-    text_encoder: nnx.State | None
-    image_encoder: nnx.State | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedParameters:
-    """Weights, and the messages of the weight cache."""
-
-    parameters: WanParameters
-    messages: tuple[str, ...]
-
-
-def component_sources(folder: ModelFolder, builder: ProgramBuilder) -> dict[str, ComponentSource]:
-    """Returns the stored weights, checkpoint map and abstract parameters of every component."""
-    spec, models = builder.spec, builder.models
-    table, abstract = transformer_map(spec.transformer), models.transformer.parameters
-    if spec.transformer.adapter_rank:
-        from maxdiffusion.checkpoints.lora_update import without_rooms  # for `lora_rank` alone
-
-        abstract = without_rooms(abstract)
-    sources = {
-        name: ComponentSource(stored=folder.weights[name], table=table, abstract=abstract)
-        for name in spec.experts
-    }
-    sources["vae"] = ComponentSource(
-        stored=folder.weights["vae"], table=vae_map(spec.vae), abstract=models.vae.parameters
-    )
-    sources["text_encoder"] = ComponentSource(
-        stored=folder.weights["text_encoder"],
-        table=umt5_map(spec.text_encoder),
-        abstract=models.text_encoder.parameters,
-    )
-    if models.image_encoder is not None and spec.image_encoder is not None:
-        from maxdiffusion.models.clip.checkpoint import clip_map
-
-        sources["image_encoder"] = ComponentSource(
-            stored=folder.weights["image_encoder"],
-            table=clip_map(spec.image_encoder),
-            abstract=models.image_encoder.parameters,
-        )
-    return sources
-
-
-def load_wan_parameters(
-    folder: ModelFolder,
-    builder: ProgramBuilder,
-    *,
-    without: Collection[str] = (),
-    cache: FilePath | None = None,
-    progress: Progress | None = None,
-) -> LoadedParameters:
-    """Returns the parameters of a model, through the orbax `cache` if there is one.
-
-    `without` names components that are not loaded.
-    """
-    sources = {
-        name: source
-        for name, source in component_sources(folder, builder).items()
-        if name not in without
-    }
-    if cache is None:
-        states, _ = load_components(sources, mesh=builder.mesh, progress=progress)
-        messages: tuple[str, ...] = ()
-    else:
-        # Loaded only for `pretrained_orbax_dir`.
-        from maxdiffusion.checkpoints.orbax_cache import load_through_cache
-
-        cached = load_through_cache(sources, cache, mesh=builder.mesh, progress=progress)
-        states, messages = dict(cached.states), cached.messages
-    parameters = WanParameters(
-        transformers={name: _with_rooms(states[name], builder) for name in builder.spec.experts},
-        vae=states["vae"],
-        text_encoder=states.get("text_encoder"),
-        image_encoder=states.get("image_encoder"),
-    )
-    return LoadedParameters(parameters=parameters, messages=messages)
-
-
 Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
-
-
-def _with_rooms(state: nnx.State, builder: ProgramBuilder) -> nnx.State:
-    """Returns a loaded transformer with empty rooms for adapters, if the model has any."""
-    if not builder.spec.transformer.adapter_rank:
-        return state
-    from maxdiffusion.checkpoints.lora_update import with_rooms  # for `lora_rank` alone
-
-    return with_rooms(state, builder.models.transformer.parameters, builder.mesh)
 
 
 OutputType = Literal["np", "latent", "uint8"]

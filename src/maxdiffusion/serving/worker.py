@@ -59,7 +59,8 @@ from maxdiffusion.pipelines.request import Request, VideoShape, check_video_shap
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import BUCKETS, PromptTokenizer
-from maxdiffusion.pipelines.wan import VideoPipeline, load_wan_parameters
+from maxdiffusion.pipelines.wan import VideoPipeline
+from maxdiffusion.pipelines.weights import load_wan_parameters
 from maxdiffusion.runtime.files import WritingFailed, as_path, local_copy
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.video import VideoError, read_video

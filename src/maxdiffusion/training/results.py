@@ -37,7 +37,8 @@ from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks.base import Task, VisualInputs
 from maxdiffusion.pipelines.text import PromptTokenizer
-from maxdiffusion.pipelines.wan import WanParameters, WanPipeline, component_sources
+from maxdiffusion.pipelines.wan import WanPipeline
+from maxdiffusion.pipelines.weights import WanParameters, component_sources
 from maxdiffusion.runtime.files import FilePath, as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts

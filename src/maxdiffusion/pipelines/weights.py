@@ -1,4 +1,4 @@
-"""LoRA adapters of a pipeline, with the methods and rules of diffusers.
+"""Weights of a pipeline: loaded from a folder, and changed by LoRA adapters as in diffusers.
 
     load_lora_weights --> loaded files --set_adapters--> active strengths --> weights on the devices
 
@@ -12,7 +12,7 @@ low-rank instead: only their factors are sent to the devices.
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,14 +20,20 @@ from typing import TYPE_CHECKING
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxdiffusion.checkpoints.load import ComponentSource, source_shapes
+from maxdiffusion.checkpoints.diffusers_folder import ModelFolder, download, is_hub_id
+from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components, source_shapes
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.models.umt5.checkpoint import umt5_map
+from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.pipelines.programs import (
+    ProgramBuilder,
+)
 from maxdiffusion.pipelines.settings import Precision
 from maxdiffusion.pipelines.spec import WanSpec, wan_models
+from maxdiffusion.runtime.files import FilePath
 
 if TYPE_CHECKING:
-    from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
     from maxdiffusion.checkpoints.lora import Adapter, LoraFile
 
 logger = logging.getLogger(__name__)
@@ -44,8 +50,6 @@ def find_lora(location: str | Path, weight_name: str = "", *, name: str = "LoRA 
 
     Problems carry the name of the field `name`.
     """
-    from maxdiffusion.checkpoints.diffusers_folder import download, is_hub_id
-
     path = Path(location).expanduser()
     if path.is_file():
         return path
@@ -370,3 +374,99 @@ class LoraMethods(ABC):
 
 def _listed(names: str | Sequence[str]) -> list[str]:
     return [names] if isinstance(names, str) else [*names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WanParameters:
+    """Weights of a model on its mesh; `transformers` by the names of their folders.
+
+    A run whose prompts are all cached has no text encoder.
+    """
+
+    transformers: dict[str, nnx.State]
+    vae: nnx.State
+    text_encoder: nnx.State | None
+    image_encoder: nnx.State | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedParameters:
+    """Weights, and the messages of the weight cache."""
+
+    parameters: WanParameters
+    messages: tuple[str, ...]
+
+
+def component_sources(folder: ModelFolder, builder: ProgramBuilder) -> dict[str, ComponentSource]:
+    """Returns the stored weights, checkpoint map and abstract parameters of every component."""
+    spec, models = builder.spec, builder.models
+    table, abstract = transformer_map(spec.transformer), models.transformer.parameters
+    if spec.transformer.adapter_rank:
+        from maxdiffusion.checkpoints.lora_update import without_rooms  # for `lora_rank` alone
+
+        abstract = without_rooms(abstract)
+    sources = {
+        name: ComponentSource(stored=folder.weights[name], table=table, abstract=abstract)
+        for name in spec.experts
+    }
+    sources["vae"] = ComponentSource(
+        stored=folder.weights["vae"], table=vae_map(spec.vae), abstract=models.vae.parameters
+    )
+    sources["text_encoder"] = ComponentSource(
+        stored=folder.weights["text_encoder"],
+        table=umt5_map(spec.text_encoder),
+        abstract=models.text_encoder.parameters,
+    )
+    if models.image_encoder is not None and spec.image_encoder is not None:
+        from maxdiffusion.models.clip.checkpoint import clip_map
+
+        sources["image_encoder"] = ComponentSource(
+            stored=folder.weights["image_encoder"],
+            table=clip_map(spec.image_encoder),
+            abstract=models.image_encoder.parameters,
+        )
+    return sources
+
+
+def load_wan_parameters(
+    folder: ModelFolder,
+    builder: ProgramBuilder,
+    *,
+    without: Collection[str] = (),
+    cache: FilePath | None = None,
+    progress: Progress | None = None,
+) -> LoadedParameters:
+    """Returns the parameters of a model, through the orbax `cache` if there is one.
+
+    `without` names components that are not loaded.
+    """
+    sources = {
+        name: source
+        for name, source in component_sources(folder, builder).items()
+        if name not in without
+    }
+    if cache is None:
+        states, _ = load_components(sources, mesh=builder.mesh, progress=progress)
+        messages: tuple[str, ...] = ()
+    else:
+        # Loaded only for `pretrained_orbax_dir`.
+        from maxdiffusion.checkpoints.orbax_cache import load_through_cache
+
+        cached = load_through_cache(sources, cache, mesh=builder.mesh, progress=progress)
+        states, messages = dict(cached.states), cached.messages
+    parameters = WanParameters(
+        transformers={name: _with_rooms(states[name], builder) for name in builder.spec.experts},
+        vae=states["vae"],
+        text_encoder=states.get("text_encoder"),
+        image_encoder=states.get("image_encoder"),
+    )
+    return LoadedParameters(parameters=parameters, messages=messages)
+
+
+def _with_rooms(state: nnx.State, builder: ProgramBuilder) -> nnx.State:
+    """Returns a loaded transformer with empty rooms for adapters, if the model has any."""
+    if not builder.spec.transformer.adapter_rank:
+        return state
+    from maxdiffusion.checkpoints.lora_update import with_rooms  # for `lora_rank` alone
+
+    return with_rooms(state, builder.models.transformer.parameters, builder.mesh)

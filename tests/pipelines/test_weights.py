@@ -12,9 +12,9 @@ from maxdiffusion.checkpoints.load import ComponentSource, source_shapes
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.models.wan.checkpoint import transformer_map
-from maxdiffusion.pipelines.adapters import LoraAdapters, LoraMethods, find_lora
 from maxdiffusion.pipelines.settings import Precision
 from maxdiffusion.pipelines.spec import open_wan_folder, wan_models
+from maxdiffusion.pipelines.weights import LoraAdapters, LoraMethods, find_lora
 from tests.checkpoints.small_model import mesh
 from tests.oracle.lora_files import write_lora
 
