@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 from diffusers import WanAnimatePipeline as TheirPipeline
-from maxdiffusion.pipelines.animate import denormalised
 from PIL import Image
 
 from maxdiffusion import WanAnimatePipeline
+from maxdiffusion.pipelines.tasks.animate import denormalised
 from tests.oracle.arrays import as_numpy
 from tests.oracle.tiny_checkpoints import TransformerSize, VaeSize
 from tests.oracle.tiny_family import wan22_animate, write_family
