@@ -106,6 +106,20 @@ def test_code_near_the_size_of_instruction_memory_is_warned_of(report, bundles, 
     assert f"code of all kernels: {bundles + 6_000:,} bundles" in found.describe()
 
 
+def test_a_prediction_states_its_clock_and_flags(report):
+    slower = dataclasses.replace(report.step, exposed_collectives=1.0)
+    found = dataclasses.replace(report, unpinned_step=slower, flags="--xla_a=1")
+    content, text = found.as_json(), found.describe()
+    assert content["clock_hz"] == pytest.approx(2.2e9, rel=1e-3)
+    assert content["unpinned_seconds_per_step"] == slower.total
+    assert content["libtpu_flags"] == "--xla_a=1"
+    assert not content["job_pins_clock"]
+    assert "at 2.200 GHz, the clock of the stated peak" in text
+    assert "at 1.939 GHz, not pinned" in text
+    assert "this job does not pin the clock" in text
+    assert "flags: --xla_a=1" in text
+
+
 def test_parts_add_up(report):
     content = report.as_json()
     assert sum(content["seconds"].values()) == pytest.approx(report.step.total)

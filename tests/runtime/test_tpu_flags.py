@@ -14,6 +14,7 @@ from maxdiffusion.runtime.tpu_flags import (
     chosen_flags,
     describe_flags,
     find_chip,
+    pins_clock,
     preset_for,
     read_flags,
 )
@@ -122,3 +123,21 @@ def test_a_flag_for_other_chips_is_left_out_or_refused():
         Preset(chip="v6e", flags=(flag,))
     with pytest.raises(ValueError, match="unknown chips v9"):
         Flag(name="xla_a", value="1", why="because", chips=frozenset({"v9"}))
+
+
+def test_the_clock_is_pinned_only_if_asked_for_with_a_warning():
+    plain, pinned = {}, {}
+    apply_flags("auto", "tpu7x", plain)
+    apply_flags("auto", "tpu7x", pinned, pin_clock=True)
+    assert not pins_clock("tpu7x", plain)
+    assert pins_clock("tpu7x", pinned)
+    assert "shared with other jobs" in describe_flags("tpu7x", pinned)[-1]
+    assert not any("shared with" in line for line in describe_flags("tpu7x", plain))
+
+
+def test_the_environment_wins_over_a_pinned_clock_and_other_chips_refuse_it():
+    environment = {"LIBTPU_INIT_ARGS": "--xla_tpu_dvfs_p_state=3"}
+    apply_flags("auto", "tpu7x", environment, pin_clock=True)
+    assert not pins_clock("tpu7x", environment)
+    with pytest.raises(ProblemsFound, match=r"tpu_pin_clock=True.* not on v6e"):
+        apply_flags("auto", "v6e", {}, pin_clock=True)

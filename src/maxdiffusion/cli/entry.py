@@ -98,7 +98,11 @@ def with_config(work: Work) -> Run:
 
         configure_logging()
         # libtpu reads its flags when jax starts, so before the work imports it.
-        apply_flags(config.libtpu_init_args, target_chip(config.topology))
+        apply_flags(
+            config.libtpu_init_args,
+            target_chip(config.topology),
+            pin_clock=config.tpu_pin_clock,
+        )
         work(parsed, arguments)
 
     return run

@@ -170,7 +170,7 @@ class InputFields:
 
 @field_group
 class TrainingImageFields:
-    """What training gives a model of the first frames of clips."""
+    """Conditions on the first frames of clips that training gives a model."""
 
     train_image_conditioning: str = setting(
         "auto",

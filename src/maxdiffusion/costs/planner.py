@@ -76,7 +76,9 @@ def estimate_step(
     """Returns the estimate with `plan` as self-attention; `flops` are those of the whole batch."""
     chip, devices = network.topology.chip, plan.mesh.size
     kernel = kernel_seconds(plan, chip, shares)
-    outside = (flops.total - flops.self_attention) / (devices * chip.bf16_flops * shares.outside)
+    outside = (flops.total - flops.self_attention) / (
+        devices * chip.flops_at_clock * shares.outside
+    )
     calls, groups = plan.local.num_kv_shards, len(plan.local.heads)
     exposed = sum(
         exposed_seconds(stated, plan.mesh, network, call_seconds=kernel / calls)
@@ -99,7 +101,7 @@ def kernel_seconds(plan: AttentionPlan, chip: Chip, shares: Shares) -> float:
     share = DENSE_SHARE if tile is None else shares.kernel
     if plan.lossy:
         share *= FP8_SPEED
-    return flops / (chip.bf16_flops * chip.score_share(plan.problem.head_dim) * share)
+    return flops / (chip.flops_at_clock * chip.score_share(plan.problem.head_dim) * share)
 
 
 def copied_bytes(plan: AttentionPlan) -> float:
@@ -186,6 +188,7 @@ class Choice:
     shape: MeshShape
     plan: AttentionPlan
     estimate: Estimate
+    chip: Chip
 
     @property
     def blocks(self) -> str:
@@ -232,7 +235,16 @@ def explain(found: Sequence[Choice]) -> str:
         words += f". Next is {rest[0].describe()}, {slower:+.1%}"
         if slower <= 0:  # a tie, which `choices` decides
             words += ", too close to tell and with more ring hops"
-    return words + ". These are estimates; preflight_wan compiles."
+    return f"{words}. {clock_words(best.chip)} These are estimates; preflight_wan compiles."
+
+
+def clock_words(chip: Chip) -> str:
+    """Returns the clock of estimates, and how much more they are without a pinned one."""
+    words = f"Clock: {chip.clock}"
+    slower = chip.unpinned()
+    if slower is None or chip.clock_share != 1.0:
+        return f"{words}."
+    return f"{words}; not pinned, work on the core takes {1 / slower.clock_share - 1:.0%} longer."
 
 
 def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
@@ -250,7 +262,7 @@ def _of_split(task: Task, shape: MeshShape) -> Iterator[Choice]:
         estimate = estimate_step(
             plan, task.flops, layers=task.layers, network=links, shares=task.shares
         )
-        yield Choice(name=name, shape=shape, plan=plan, estimate=estimate)
+        yield Choice(name=name, shape=shape, plan=plan, estimate=estimate, chip=task.topology.chip)
 
 
 def describe_blocks(plan: AttentionPlan) -> str:

@@ -1,22 +1,28 @@
-"""Calibration: compares the step-time model with published measurements of WAN 2.2 A14B on TPU7x.
+"""Calibration: compares the step-time model with published measurements of WAN 2.2 A14B.
 
 The measured program is the public maxdiffusion (August 2026): 1280x720, 81 frames, bfloat16, eight
-devices (tpu7x:2x2x1). The inputs of the model were compiled with libtpu 0.0.42: kernel bundles with
-the LP scheduler, and XLA's cycles of a layer outside of kernels at CP8. The cycles at CP4 are not
-known. They are fitted to one measured step (FITTED) and used for the other CP4 steps.
+devices (tpu7x:2x2x1 or v6e:2x4). The inputs of the model were compiled with libtpu 0.0.42 for
+tpu7x: kernel bundles with the LP scheduler, and XLA's cycles of a layer outside of kernels at CP8.
+The cycles at CP4 are not known. They are fitted to one measured step (FITTED) and used for all
+other CP4 steps, on both chips. Steps of a clock that is not stated are computed at the peak clock.
+
+The steps of September 2026 are runs of later code, whose recipe is not stated in full. They are
+computed with the inputs of August: what that code saves outside of kernels is in their errors.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maxdiffusion.attention.backends.base import Tile
-from maxdiffusion.costs.chips import read_topology
+from maxdiffusion.costs.chips import Chip, Topology, read_topology
 from maxdiffusion.costs.links import DeviceCollective, grid_network
 from maxdiffusion.costs.step_time import KernelCalls, KernelFigures
 
 TOKENS, HEADS, WIDTH, LAYERS = 75_600, 40, 5120, 40
 TOPOLOGY = read_topology("tpu7x:2x2x1")
+V6E = read_topology("v6e:2x4")
 CP8_CYCLES = 39_000_000
+PINNED, UNPINNED, NOT_STATED = "pinned", "not pinned", "not stated"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,14 @@ class PublishedStep:
     tile: Tile
     cycles: int | None
     measured: float
+    topology: Topology = TOPOLOGY
+    clock: str = NOT_STATED
+
+    @property
+    def chip(self) -> Chip:
+        """Returns the chip at the clock of the measurement."""
+        slower = self.topology.chip.unpinned() if self.clock == UNPINNED else None
+        return slower or self.topology.chip
 
     @property
     def calls(self) -> KernelCalls:
@@ -50,7 +64,7 @@ class PublishedStep:
     @property
     def kernel_seconds(self) -> float:
         """Returns the seconds of attention kernels in a step."""
-        return LAYERS * TOPOLOGY.chip.seconds(self.calls.cycles(self.kernel))
+        return LAYERS * self.chip.seconds(self.calls.cycles(self.kernel))
 
     @property
     def collective_seconds(self) -> float:
@@ -65,15 +79,16 @@ class PublishedStep:
             groups=tuple(tuple(range(start, start + self.ulysses)) for start in first),
             times=4 * LAYERS,
         )
-        return all_to_all.times * grid_network(TOPOLOGY).seconds(all_to_all)
+        return all_to_all.times * grid_network(self.topology).seconds(all_to_all)
 
     @property
     def outside_seconds(self) -> float:
         """Returns the seconds of everything outside of kernels and collectives."""
         if self.cycles is None:
             fitted = FITTED
-            return fitted.measured - fitted.kernel_seconds - fitted.collective_seconds
-        return LAYERS * TOPOLOGY.chip.seconds(self.cycles)
+            seconds = fitted.measured - fitted.kernel_seconds - fitted.collective_seconds
+            return seconds * fitted.chip.clock_hz / self.chip.clock_hz
+        return LAYERS * self.chip.seconds(self.cycles)
 
     @property
     def predicted(self) -> float:
@@ -125,6 +140,8 @@ def _step(
     *,
     cycles: int | None,
     measured: float,
+    topology: Topology = TOPOLOGY,
+    clock: str = NOT_STATED,
 ) -> PublishedStep:
     data, ring, ulysses = split
     return PublishedStep(
@@ -137,6 +154,30 @@ def _step(
         tile=kernel[1],
         cycles=cycles,
         measured=measured,
+        topology=topology,
+        clock=clock,
+    )
+
+
+def _september(
+    name: str,
+    source: str,
+    split: tuple[int, int, int],
+    *,
+    measured: float,
+    topology: Topology,
+    clock: str,
+) -> PublishedStep:
+    """Returns a step of September 2026: 40 steps of denoising took `measured` seconds."""
+    return _step(
+        name,
+        source,
+        split,
+        FIXED_M_RING,
+        cycles=None,
+        measured=measured / 40,
+        topology=topology,
+        clock=clock,
     )
 
 
@@ -170,18 +211,39 @@ STEPS: Sequence[PublishedStep] = (
         cycles=CP8_CYCLES,
         measured=1.590,
     ),
+    *(
+        _september(name, source, (2, 2, 2), measured=total, topology=TOPOLOGY, clock=clock)
+        for name, source, total, clock in (
+            ("main 1bc54811", "comment, Sept. 2026", 119.0, UNPINNED),
+            ("launcher 0a2db3a0", "PR 479", 112.8, UNPINNED),
+            ("launcher 0a2db3a0", "PR 479", 99.4, PINNED),
+            ("full stack", "unmerged, Sept. 2026", 93.2, PINNED),
+        )
+    ),
+    *(
+        _september(name, source, (2, 1, 4), measured=total, topology=V6E, clock=NOT_STATED)
+        for name, source, total in (
+            ("main a4ff3aec, fixed-m", "comment, Sept. 2026", 153.3),
+            ("launcher, fixed-m per q block (U4)", "PR 479", 136.0),
+            ("full stack", "unmerged, Sept. 2026", 122.2),
+        )
+    ),
 )
+BEYOND_TEN_PERCENT = tuple(step for step in STEPS if abs(step.error) >= 0.10)
 
 
 def calibration_table() -> str:
     """Returns predictions and measurements as a Markdown table."""
     lines = [
-        "| step on tpu7x:2x2x1 | kernels | outside | collectives | predicted | measured | error |",
-        "|---|---|---|---|---|---|---|",
+        "| step | slice | clock | kernels | outside | collectives | predicted | measured | error |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for step in STEPS:
         error = "fitted" if step is FITTED else f"{step.error:+.1%}"
         parts = (step.kernel_seconds, step.outside_seconds, step.collective_seconds, step.predicted)
         figures = " | ".join(f"{seconds:.3f}" for seconds in parts)
-        lines.append(f"| {step.name} ({step.source}) | {figures} | {step.measured:.3f} | {error} |")
+        where = f"{step.topology.name} | {step.clock}"
+        lines.append(
+            f"| {step.name} ({step.source}) | {where} | {figures} | {step.measured:.3f} | {error} |"
+        )
     return "\n".join(lines)

@@ -313,7 +313,8 @@ class Bench:
         rows = rows.astype(builder.settings.precision.activations)
         read_text = compile_lowered(builder.lower_read_text(shape))
         image = jax.tree.map(drawn, builder.image_tokens(shape))
-        text = read_text(weights, jax.device_put(rows, builder.everywhere), image)
+        faces = jax.tree.map(drawn, builder.faces(shape))
+        text = read_text(weights, jax.device_put(rows, builder.everywhere), image, faces)
         return Expert(name="random weights", weights=weights, texts={shape.guidance: text})
 
 

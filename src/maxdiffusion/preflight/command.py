@@ -7,6 +7,7 @@ collectives, the machine code of the kernels gives their time, and `assemble` ad
 
 import json
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from maxdiffusion.costs.step_time import (
     KernelFigures,
     KernelTime,
     Runs,
+    StepTime,
     VideoTime,
     kernel_calls,
     kernel_plans,
@@ -51,7 +53,7 @@ from maxdiffusion.preflight.readers.collectives import find_collectives
 from maxdiffusion.preflight.readers.cycles import count_cycles
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, residence
-from maxdiffusion.runtime.tpu_flags import describe_flags
+from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
 
 # Hub id -> sizes of a transformer, and the boundary between experts (None: there is one expert).
 RELEASED: Mapping[str, tuple[Callable[[], WanTransformerConfig], float | None]] = {
@@ -163,13 +165,17 @@ def assemble(
     collectives = find_collectives(schedule, mesh.shape)
     links = network(job.topology, mesh.devices.flatten().tolist())
     flops = step_flops(planned)
-    seconds = step_time(
-        chip=chip,
-        kernels=kernel_times(planned, figures, chip),
-        cycles=cycles.by_key(),
-        collectives=collectives,
-        network=links,
-    )
+
+    def step_at(clocked: Chip) -> StepTime:
+        return step_time(
+            chip=clocked,
+            kernels=kernel_times(planned, figures, clocked),
+            cycles=cycles.by_key(),
+            collectives=collectives,
+            network=replace(links, topology=replace(job.topology, chip=clocked)),
+        )
+
+    seconds, slower = step_at(chip), chip.unpinned()
     return Report(
         topology=job.topology,
         mesh=dict(mesh.shape),
@@ -183,6 +189,9 @@ def assemble(
         bounds=step_bounds(flops, chip, devices=mesh.size, head_dim=transformer.head_dim),
         step=seconds,
         video=video_time(programs, program_runs(planned), seconds.total, network=links),
+        unpinned_step=None if slower is None else step_at(slower),
+        pins_clock=pins_clock(chip.name),
+        flags=os.environ.get(VARIABLE, ""),
     )
 
 

@@ -80,7 +80,11 @@ def state_bytes(state: nnx.State) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything that preflight finds out about a job; every figure is of one device."""
+    """Everything that preflight finds out about a job; every figure is of one device.
+
+    `step` is at the clock of the topology's chip, `unpinned_step` at the one that power management
+    leaves, where it is known. `pins_clock` and `flags` are those that the job runs with.
+    """
 
     topology: Topology
     mesh: Mapping[str, int]
@@ -94,6 +98,9 @@ class Report:
     bounds: Bounds
     step: StepTime
     video: VideoTime
+    unpinned_step: StepTime | None = None
+    pins_clock: bool = False
+    flags: str = ""
 
     @property
     def mfu(self) -> float:
@@ -109,6 +116,11 @@ class Report:
         """Returns everything by name; the figures that scripts compare come first."""
         return {
             "predicted_seconds_per_step": self.step.total,
+            "clock_hz": self.topology.chip.clock_hz,
+            "clock": self.topology.chip.clock,
+            "job_pins_clock": self.pins_clock,
+            "unpinned_seconds_per_step": self.unpinned_step and self.unpinned_step.total,
+            "libtpu_flags": self.flags,
             "bound_seconds_per_step": self.bounds.head_dim_aware,
             "spec_bound_seconds_per_step": self.bounds.spec,
             "mfu": self.mfu,
@@ -159,6 +171,7 @@ class Report:
         parts = sorted(self.step.parts().items(), key=lambda item: -item[1])
         return [
             f"predicted: {format_seconds(total)}/step",
+            *self._clock_lines(),
             *(
                 f"  {format_seconds(time):>10} {time / total:6.1%}  {label(name)}"
                 for name, time in parts
@@ -167,6 +180,14 @@ class Report:
             f"{format_seconds(bounds.head_dim_aware)} with heads of this width on these MXUs",
             f"MFU: {self.mfu:.1%} of {bounds.peak_flops / 1e12:.1f} TFLOP/s (bf16) a device",
         ]
+
+    def _clock_lines(self) -> list[str]:
+        chip, lines = self.topology.chip, [f"  at {self.topology.chip.clock}"]
+        slower = chip.unpinned()
+        if slower is not None and self.unpinned_step is not None:
+            lines.append(f"  {format_seconds(self.unpinned_step.total)}/step at {slower.clock}")
+            lines.append(f"  this job {'pins' if self.pins_clock else 'does not pin'} the clock")
+        return [*lines, f"  flags: {self.flags or 'none'}"]
 
     def _kernel_lines(self) -> list[str]:
         if not self.kernels:

@@ -146,11 +146,22 @@ def only_server(state: Path) -> Iterator[None]:
         yield
 
 
+def check_no_latents(config: Config) -> None:
+    """Raises if the config states initial latents: requests of clients start from their seeds."""
+    if config.latents_path:
+        rule = "serve_wan starts every video from the seed of its request"
+        problem = Problem(
+            name="latents_path", value=config.latents_path, rule=rule, remedy="Leave it empty"
+        )
+        raise ProblemsFound([problem])
+
+
 def serve(parsed: ParsedConfig) -> None:
     """Runs the server of a config until SIGTERM or SIGINT; every process of a job calls it."""
     from maxdiffusion.serving.worker import Worker  # jax
 
     sys.setswitchinterval(SWITCH_SECONDS)
+    check_no_latents(parsed.config)
     worker = Worker.resolve(parsed)
     if not worker.is_first:
         stop_on_signals(worker.stop, parsed.config)
