@@ -180,14 +180,20 @@ def open_model(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> tuple[Mod
     raise ProblemsFound(problems.problems)
 
 
-def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice]) -> ResolvedJob:
+def plan_job(
+    parsed: ParsedConfig,
+    spec: WanSpec,
+    devices: Sequence[MeshDevice],
+    *,
+    tasks: LineTasks | None = None,
+) -> ResolvedJob:
     """Returns the job of a config for a model of these sizes on these devices.
 
-    The devices may be described ones that this machine does not have. Raises `ProblemsFound` with
-    everything that is wrong.
+    The devices may be described ones that this machine does not have, and `tasks` those of inputs
+    that do not exist. Raises `ProblemsFound` with everything that is wrong.
     """
     config, problems = parsed.config, Collector(parsed.problems)
-    tasks, lines = LineTasks(config=config, spec=spec), request_lines(config)
+    tasks, lines = tasks or LineTasks(config=config, spec=spec), request_lines(config)
     notes: tuple[str, ...] | None = None
     with problems:
         workload = check_config(config, device_count=len(devices), spec=spec)

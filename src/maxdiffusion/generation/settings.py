@@ -275,11 +275,13 @@ class LineTasks:
         Animate               image, pose and face video     Animate
 
     Inputs are opened and checked here, before weights are read. A plain text-to-video job loads
-    nothing of what images and videos need.
+    nothing of what images and videos need. A `described` job opens no file, and inputs that its
+    model needs count as given: preflight plans without them.
     """
 
     config: Config
     spec: WanSpec
+    described: bool = False
 
     @property
     def takes_inputs(self) -> bool:
@@ -306,7 +308,7 @@ class LineTasks:
                 check_video_shape(video, self.spec.vae, self.spec.transformer)
         if self.takes_inputs or states_inputs(self.config, lines):
             with problems:
-                notes = self._check_inputs(lines)
+                notes = () if self.described else self._check_inputs(lines)
                 for task in dict.fromkeys(map(self.task, lines)):
                     run_plan(self.config, self.spec, task)
         problems.raise_if_any()
@@ -347,12 +349,15 @@ class LineTasks:
             from maxdiffusion.pipelines.tasks.video_to_video import VideoToVideo
 
             return VideoToVideo(strength=config.strength, fit=fit)
-        if not (line.image or config.image_url):
+        # The model for both takes an image if `model_type` says so.
+        assumed = self.described and (self.spec.image_channels or config.model_type == "I2V")
+        if not (line.image or config.image_url or assumed):
             return TEXT
         from maxdiffusion.pipelines.tasks.image_to_video import image_task
 
+        both = self.described and self.spec.transformer.image_positions is not None
         last = bool(line.last_image or config.last_image_path)
-        return image_task(self.spec, last=last, fit=fit)
+        return image_task(self.spec, last=last or both, fit=fit)
 
     def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
         """Returns the sizes that the programs of a line are compiled for."""
