@@ -461,7 +461,7 @@ def start_up_plan(job: ResolvedJob) -> str:
         f"videos: {job.workload.videos} of {length} of "
         f"{config.width}x{config.height}, {shape.videos} at a time, "
         f"{config.num_inference_steps} steps",
-        run_plan(config, builder.spec).describe(),
+        run_plan(config, builder.spec, shape.task).describe(),
     ]
     unused = ignored_fields(config)
     return "\n".join([*lines, unused] if unused else lines)

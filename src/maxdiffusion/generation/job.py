@@ -38,6 +38,7 @@ from maxdiffusion.diffusion.registry import find_sampler
 from maxdiffusion.distributed.coordination import assert_equal_across_processes, is_multiprocess
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.settings import (
+    TEXT,
     LineTasks,
     guidance_scales,
     pipeline_settings,
@@ -179,26 +180,36 @@ def open_model(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> tuple[Mod
     raise ProblemsFound(problems.problems)
 
 
-def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice]) -> ResolvedJob:
+def plan_job(
+    parsed: ParsedConfig,
+    spec: WanSpec,
+    devices: Sequence[MeshDevice],
+    *,
+    tasks: LineTasks | None = None,
+) -> ResolvedJob:
     """Returns the job of a config for a model of these sizes on these devices.
 
-    The devices may be described ones that this machine does not have. Raises `ProblemsFound` with
-    everything that is wrong.
+    The devices may be described ones that this machine does not have, and `tasks` those of inputs
+    that do not exist. Raises `ProblemsFound` with everything that is wrong.
     """
     config, problems = parsed.config, Collector(parsed.problems)
-    tasks = LineTasks(config=config, spec=spec)
-    notes: tuple[str, ...] = ()
+    tasks, lines = tasks or LineTasks(config=config, spec=spec), request_lines(config)
+    notes: tuple[str, ...] | None = None
     with problems:
         workload = check_config(config, device_count=len(devices), spec=spec)
     with problems:
         check_model(config, spec)
     with problems:
-        notes = tasks.check(request_lines(config))
+        notes = tasks.check(lines)
     with problems:
         mesh = check_mesh(config, **counts(devices), heads=spec.transformer.heads, spec=spec)
         check_attention_name(config)
         batch = batch_size(config, len(devices))
-        shapes = [tasks.shape(line, batch) for line in request_lines(config)]
+        # Where inputs are refused, the rest is planned as if there were none.
+        shapes = [
+            tasks.shape_for(TEXT, line, batch) if notes is None else tasks.shape(line, batch)
+            for line in lines
+        ]
         choices = choose(config, spec, devices, mesh=mesh, shape=shapes[0])
         builder = program_builder(config, spec, choices, devices)
         plans = planned(builder, shapes)
@@ -216,7 +227,7 @@ def plan_job(parsed: ParsedConfig, spec: WanSpec, devices: Sequence[MeshDevice])
         tasks=tasks,
         shape=shapes[0],
         plans=plans,
-        input_notes=notes,
+        input_notes=notes or (),
         step_notes=step_notes,
     )
 
@@ -225,9 +236,9 @@ def prompt_only_notes(
     config: Config, builder: ProgramBuilder, shapes: Sequence[ProgramShape]
 ) -> tuple[str, ...]:
     """Plans the steps of a guided run that compute the prompt only; returns a line on them."""
-    plan, notes = run_plan(config, builder.spec), dict[str, None]()
+    notes = dict[str, None]()
     for shape in dict.fromkeys(shapes):
-        for guidance in plan.guidances:
+        for guidance in run_plan(config, builder.spec, shape.task).guidances:
             if guidance == shape.guidance:
                 continue
             single = shape.with_guidance(guidance)

@@ -153,12 +153,17 @@ def list_videos(job: ResolvedJob) -> tuple[Video, ...]:
 
 
 def changes_of(job: ResolvedJob, line: VideoRequestLine) -> dict[str, Any]:
-    """Returns the sizes that a line states, and a digest of its images and videos."""
+    """Returns the sizes that a line states, a digest of its inputs, and how they are used."""
     stated = {"height": line.height, "width": line.width, "num_frames": line.num_frames}
     changes: dict[str, Any] = {name: size for name, size in stated.items() if size is not None}
     inputs = job.tasks.inputs(line)
     if inputs is not None:
         changes |= {"inputs": inputs.digest, "image_fit": job.config.image_fit}
+        control = bool(job.builder.spec.transformer.control_layers)
+        if control:
+            changes["conditioning_scale"] = job.config.conditioning_scale
+        elif inputs.video is not None:
+            changes["strength"] = job.config.strength
     if inputs is not None and inputs.pose_video is not None:
         changes |= {name: job.config.values[name] for name in ANIMATE}
         changes |= {"num_frames": len(inputs.pose_video)}

@@ -133,7 +133,7 @@ def program_shape(
     return ProgramShape(
         videos=videos,
         latent=latent_shape(video or video_shape(config), spec.vae, spec.transformer, task),
-        guidance=run_plan(config, spec).guidance,
+        guidance=run_plan(config, spec, task).guidance,
         text_length=config.max_sequence_length,
         task=task,
     )
@@ -183,12 +183,28 @@ def step_options(config: Config, spec: WanSpec) -> dict[str, Any]:
     }
 
 
-def run_plan(config: Config, spec: WanSpec) -> RunPlan:
-    """Returns expert, guidance, scale and use of a cache of every step."""
+def run_plan(config: Config, spec: WanSpec, task: Task | None = None) -> RunPlan:
+    """Returns expert, guidance, scale and use of a cache of every step that a task runs.
+
+    Without a task, of all steps of the sampler.
+    """
     options = step_options(config, spec)
     cache = options.pop("step_cache")
-    plan = plan_run(sampler(config, spec), scales=guidance_scales(config), **options)
+    steps = sampler(config, spec)
+    steps = steps if task is None else task.sampler(steps)
+    if cache is not None and steps.first_step:
+        raise ProblemsFound([_cache_starts_late(config)])
+    plan = plan_run(steps, scales=guidance_scales(config, spec), **options)
     return plan if cache is None else cache.planned(plan)
+
+
+def _cache_starts_late(config: Config) -> Problem:
+    return Problem(
+        name="strength",
+        value=config.strength,
+        rule="step caches need a whole run, and video to video starts in the middle",
+        remedy="Leave out the video or the step cache",
+    )
 
 
 def use_compilation_cache(config: Config) -> None:
@@ -259,11 +275,13 @@ class LineTasks:
         Animate               image, pose and face video     Animate
 
     Inputs are opened and checked here, before weights are read. A plain text-to-video job loads
-    nothing of what images and videos need.
+    nothing of what images and videos need. A `described` job opens no file, and inputs that its
+    model needs count as given: preflight plans without them.
     """
 
     config: Config
     spec: WanSpec
+    described: bool = False
 
     @property
     def takes_inputs(self) -> bool:
@@ -290,10 +308,20 @@ class LineTasks:
                 check_video_shape(video, self.spec.vae, self.spec.transformer)
         if self.takes_inputs or states_inputs(self.config, lines):
             with problems:
-                notes = self._loader.check(lines)
+                notes = () if self.described else self._check_inputs(lines)
+                for task in dict.fromkeys(map(self.task, lines)):
+                    run_plan(self.config, self.spec, task)
+        problems.raise_if_any()
+        return notes
+
+    def _check_inputs(self, lines: Sequence[VideoRequestLine]) -> tuple[str, ...]:
+        """Opens the inputs of all lines; raises what the model does not take, and bad files."""
+        problems = Collector()
+        notes: tuple[str, ...] = ()
+        for loader in dict.fromkeys(map(self._loader_of, lines)):
             with problems:
-                for line in lines:
-                    self.task(line)
+                taken = [line for line in lines if self._loader_of(line) is loader]
+                notes = (*notes, *loader.check(taken))
         problems.raise_if_any()
         return notes
 
@@ -317,20 +345,27 @@ class LineTasks:
             return control_task(
                 self.spec, config.conditioning_scale, references=len(references), fit=fit
             )
-        if line.video or config.video_path:
+        if self._changes_video(line):
             from maxdiffusion.pipelines.tasks.video_to_video import VideoToVideo
 
             return VideoToVideo(strength=config.strength, fit=fit)
-        if not (line.image or config.image_url):
+        # The model for both takes an image if `model_type` says so.
+        assumed = self.described and (self.spec.image_channels or config.model_type == "I2V")
+        if not (line.image or config.image_url or assumed):
             return TEXT
         from maxdiffusion.pipelines.tasks.image_to_video import image_task
 
+        both = self.described and self.spec.transformer.image_positions is not None
         last = bool(line.last_image or config.last_image_path)
-        return image_task(self.spec, last=last, fit=fit)
+        return image_task(self.spec, last=last or both, fit=fit)
 
     def shape(self, line: VideoRequestLine, videos: int) -> ProgramShape:
         """Returns the sizes that the programs of a line are compiled for."""
-        task = self.task(line) if self.takes_inputs else TEXT
+        task = self.task(line) if self._has_inputs(line) else TEXT
+        return self.shape_for(task, line, videos)
+
+    def shape_for(self, task: Task, line: VideoRequestLine, videos: int) -> ProgramShape:
+        """Returns the sizes of a line's programs, with a task in place of its own."""
         return program_shape(self.config, self.spec, videos, video=self.video(line), task=task)
 
     def video(self, line: VideoRequestLine) -> VideoShape:
@@ -347,9 +382,24 @@ class LineTasks:
 
     def inputs(self, line: VideoRequestLine) -> VisualInputs | None:
         """Returns the images and videos of a line; None if its task has none."""
-        if not self.takes_inputs:
-            return None
-        return self._loader.load(line)
+        return self._loader_of(line).load(line) if self._has_inputs(line) else None
+
+    def _has_inputs(self, line: VideoRequestLine) -> bool:
+        return self.takes_inputs or self._changes_video(line)
+
+    def _changes_video(self, line: VideoRequestLine) -> bool:
+        """Returns whether a line is video to video: any model without other inputs does it."""
+        own = self.spec.image_channels or bool(self.spec.transformer.control_layers)
+        return not own and bool(line.video or self.config.video_path)
+
+    def _loader_of(self, line: VideoRequestLine) -> "InputLoader":
+        return self._video_loader if self._changes_video(line) else self._loader
+
+    @cached_property
+    def _video_loader(self) -> "InputLoader":
+        from maxdiffusion.generation.inputs import VIDEO_TO_VIDEO, InputLoader
+
+        return InputLoader(self.config, VIDEO_TO_VIDEO)
 
     @cached_property
     def _loader(self) -> "InputLoader":
@@ -364,8 +414,6 @@ class LineTasks:
             return inputs.ANIMATE
         if self.spec.transformer.control_layers:
             return inputs.VACE
-        if self.config.video_path and not self.spec.image_channels:
-            return inputs.VIDEO_TO_VIDEO
         if self.spec.time_per_token:
             return inputs.TEXT_OR_IMAGE_TO_VIDEO
         if not self.spec.image_channels:

@@ -9,9 +9,10 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from maxdiffusion.checkpoints.diffusers_folder import is_hub_id
 from maxdiffusion.config.load import ParsedConfig
@@ -30,18 +31,28 @@ from maxdiffusion.costs.step_time import (
 )
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.generation.job import ResolvedJob, plan_job
-from maxdiffusion.generation.settings import fill_aot_cache, run_plan, sampler, step_cache
+from maxdiffusion.generation.settings import (
+    LineTasks,
+    fill_aot_cache,
+    run_plan,
+    sampler,
+    step_cache,
+)
 from maxdiffusion.mesh import MeshDevice
+from maxdiffusion.models.clip import ClipVisionConfig
 from maxdiffusion.models.umt5 import Umt5Config
 from maxdiffusion.models.vae import WanVaeConfig
+from maxdiffusion.models.vae.config import wan_2_2_vae
 from maxdiffusion.models.wan import WanTransformerConfig
-from maxdiffusion.models.wan.config import wan_2_1_t2v_1_3b, wan_14b
+from maxdiffusion.models.wan import config as sizes
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.preflight.compile import (
     DENOISE_STEP,
+    ENCODE_IMAGE,
     PROMPT_ONLY_STEP,
     CompiledProgram,
     compile_all,
+    encode_name,
     other_steps_of,
     programs_of,
     shorter_text_encoders,
@@ -55,18 +66,38 @@ from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, residence
 from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
 
-# Hub id -> sizes of a transformer, and the boundary between experts (None: there is one expert).
-RELEASED: Mapping[str, tuple[Callable[[], WanTransformerConfig], float | None]] = {
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": (wan_14b, 0.875),
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": (wan_14b, None),
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": (wan_2_1_t2v_1_3b, None),
-}
 # Every release names this sampler; its other settings do not change a program.
 _SCHEDULER = {
     "_class_name": "UniPCMultistepScheduler",
     "prediction_type": "flow_prediction",
     "use_flow_sigmas": True,
 }
+
+
+def _spec(transformer: WanTransformerConfig, **changes: Any) -> WanSpec:
+    """Returns the spec of a release: WAN 2.1's autoencoder and one expert unless stated."""
+    fields = {"vae": WanVaeConfig(), "boundary_ratio": None, **changes}
+    return WanSpec(
+        transformer=transformer, text_encoder=Umt5Config(), scheduler=_SCHEDULER, **fields
+    )
+
+
+_CLIP: Mapping[str, Any] = {"image_encoder": ClipVisionConfig(), "image_processor": {}}
+_FIVE: Mapping[str, Any] = {"vae": wan_2_2_vae(), "time_per_token": True}
+RELEASED: Mapping[str, WanSpec] = {
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": _spec(sizes.wan_14b(), boundary_ratio=0.875),
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": _spec(sizes.wan_14b()),
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": _spec(sizes.wan_2_1_t2v_1_3b()),
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": _spec(sizes.wan_2_2_i2v_a14b(), boundary_ratio=0.9),
+    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": _spec(sizes.wan_2_1_i2v_14b(), **_CLIP),
+    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": _spec(sizes.wan_2_1_i2v_14b(), **_CLIP),
+    "Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers": _spec(sizes.wan_2_1_flf2v_14b(), **_CLIP),
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": _spec(sizes.wan_2_2_ti2v_5b(), **_FIVE),
+    "Wan-AI/Wan2.1-VACE-1.3B-diffusers": _spec(sizes.wan_2_1_vace_1_3b()),
+    "Wan-AI/Wan2.1-VACE-14B-diffusers": _spec(sizes.wan_vace_14b()),
+    "Wan-AI/Wan2.2-Animate-14B-Diffusers": _spec(sizes.wan_2_2_animate_14b(), **_CLIP),
+}
+"""Releases by hub id, described without a download."""
 
 
 def find_spec(location: str) -> WanSpec:
@@ -84,14 +115,7 @@ def find_spec(location: str) -> WanSpec:
                 )
             ]
         )
-    sizes, boundary = RELEASED[location]
-    return WanSpec(
-        transformer=sizes(),
-        vae=WanVaeConfig(),
-        text_encoder=Umt5Config(),
-        scheduler=_SCHEDULER,
-        boundary_ratio=boundary,
-    )
+    return RELEASED[location]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +135,13 @@ def plan_for_topology(parsed: ParsedConfig) -> TopologyJob:
 
 
 def plan_on(parsed: ParsedConfig, devices: Sequence[MeshDevice]) -> ResolvedJob:
-    """Returns the checked job of a config on these devices, real or described."""
+    """Returns the checked job of a config on these devices, real or described.
+
+    No image or video is opened; those that the model needs count as given.
+    """
     spec = find_spec(parsed.config.pretrained_model_name_or_path)
-    return plan_job(parsed, spec, devices)
+    tasks = LineTasks(config=parsed.config, spec=spec, described=True)
+    return plan_job(parsed, spec, devices, tasks=tasks)
 
 
 logger = logging.getLogger(__name__)
@@ -138,9 +166,10 @@ def compiled_report(job: TopologyJob, arguments: Sequence[str], only: str = "") 
     """Returns the report on all programs of a job, or on the one with the name `only`."""
     planned, chip = job.planned, job.topology.chip
     builder, shape = planned.builder, planned.shape
-    steps, cache = sampler(planned.config, builder.spec), step_cache(planned.config, builder.spec)
+    steps = shape.task.sampler(sampler(planned.config, builder.spec))
+    cache = step_cache(planned.config, builder.spec)
     every = programs_of(builder, shape, sampler=steps, attention=planned.attention, cache=cache)
-    plan = run_plan(planned.config, builder.spec)
+    plan = run_plan(planned.config, builder.spec, shape.task)
     every += other_steps_of(builder, shape, sampler=steps, plan=plan, cache=cache)
     makers = tuple(maker for maker in every if only in ("", maker.name))
     if planned.config.aot_cache_dir and not only:
@@ -223,12 +252,16 @@ def kernel_times(
 
 def program_runs(job: ResolvedJob) -> dict[str, int]:
     """Returns how often each program runs for one batch of videos of the same prompt."""
+    plan = run_plan(job.config, job.builder.spec, job.shape.task)
+    clips = Counter(job.shape.task.encoded_frames(job.shape.latent, job.builder.spec.vae))
     return {
         "text_encoder": job.shape.guidance.copies,
         "read_text": len(job.builder.spec.experts),
         "start": 1,
-        **Counter(step_name(step, job.shape) for step in run_plan(job.config, job.builder.spec)),
+        **Counter(step_name(step, job.shape) for step in plan),
         "decode": job.shape.videos,
+        **dict.fromkeys([ENCODE_IMAGE] if job.shape.task.images else [], job.shape.videos),
+        **{encode_name(frames): count * job.shape.videos for frames, count in clips.items()},
     }
 
 

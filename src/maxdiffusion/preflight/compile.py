@@ -16,12 +16,12 @@ from maxdiffusion.diffusion.denoise import StepCache
 from maxdiffusion.diffusion.guidance import Action, PlannedStep, RunPlan
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.kernels.tpu import MIB
-from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape, as_bytes
+from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape, as_bytes, as_floats
 from maxdiffusion.pipelines.text import BUCKETS, TextPrograms
 
 logger = logging.getLogger(__name__)
 
-DENOISE_STEP = "denoise_step"
+DENOISE_STEP, ENCODE, ENCODE_IMAGE = "denoise_step", "encode", "encode_image"
 PROMPT_ONLY_STEP = "denoise_step of the prompt only"
 SKIPPED_STEP = "denoise_step without blocks"
 
@@ -77,17 +77,44 @@ def programs_of(
 
     The text encoder is that of the longest prompts; shorter ones need less.
     """
+    # The next segment of a video continues frames that were not rounded.
+    frame_format = as_floats if shape.task.in_segments else as_bytes
     lowerings: dict[str, Callable[[], jax.stages.Lowered]] = {
         DENOISE_STEP: lambda: builder.lower_denoise_step(shape, sampler, attention, cache=cache),
         "read_text": lambda: builder.lower_read_text(shape),
         "start": lambda: builder.lower_start(shape, sampler, attention, cache=cache),
-        "decode": lambda: builder.lower_decode(shape, as_bytes),
+        "decode": lambda: builder.lower_decode(shape, frame_format),
     }
     makers = [
         ProgramMaker(name=name, compile=partial(_compiled, builder, name, lower))
         for name, lower in lowerings.items()
     ]
-    return (*makers, text_encoder_of(builder, shape.text_length, shape.text_length))
+    text_encoder = text_encoder_of(builder, shape.text_length, shape.text_length)
+    return (*makers, text_encoder, *encoders_of(builder, shape))
+
+
+def encoders_of(builder: ProgramBuilder, shape: ProgramShape) -> tuple[ProgramMaker, ...]:
+    """Returns the encoders of the task's images and videos; none for text alone."""
+    task = shape.task
+    makers = [
+        ProgramMaker(
+            name=encode_name(frames),
+            compile=partial(
+                _compiled, builder, ENCODE, partial(builder.lower_encode, shape, frames)
+            ),
+        )
+        for frames in dict.fromkeys(task.encoded_frames(shape.latent, builder.spec.vae))
+    ]
+    if task.images:
+        lower = partial(builder.lower_encode_image, task.images)
+        compiled = partial(_compiled, builder, ENCODE_IMAGE, lower)
+        makers.append(ProgramMaker(name=ENCODE_IMAGE, compile=compiled))
+    return tuple(makers)
+
+
+def encode_name(frames: int) -> str:
+    """Returns the name of the VAE encoder of this many frames in reports."""
+    return f"{ENCODE} of {frames} frame{'' if frames == 1 else 's'}"
 
 
 def step_name(step: PlannedStep, shape: ProgramShape) -> str:

@@ -58,6 +58,8 @@ def residence(builder: ProgramBuilder, programs: Sequence[CompiledProgram]) -> R
         "vae": state_bytes(models.vae.on(mesh)),
         "text_encoder": state_bytes(models.text_encoder.on(mesh)),
     }
+    if models.image_encoder is not None:
+        weights["image_encoder"] = state_bytes(models.image_encoder.on(mesh))
     results = {program.name: program.memory.outputs for program in programs}
     kept = len(builder.spec.experts) * results.get("read_text", 0) + results.get("start", 0)
     peaks = {

@@ -168,7 +168,7 @@ class Task(ABC):
         return sampler
 
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
-        """Returns the lengths of the videos that the VAE encodes, in frames."""
+        """Returns the length of every clip that the VAE encodes for one video, in frames."""
         del latent, vae
         return ()
 

@@ -58,8 +58,9 @@ class ControlToVideo(Task):
         return self.references
 
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
-        reference = (1,) if self.references else ()
-        return (vae.video_frames(self._video_frames(latent)), *reference)
+        # The parts of the video that are kept and made, then every reference image.
+        video = vae.video_frames(self._video_frames(latent))
+        return (video, video, *[1] * self.references)
 
     def _video_frames(self, latent: LatentShape) -> int:
         return self.video_frames or latent.frames - self.references
