@@ -170,7 +170,7 @@ class InputFields:
 
 @field_group
 class TrainingImageFields:
-    """What training gives a model of the first frames of clips."""
+    """Conditions of a training that come from the first frames of clips."""
 
     train_image_conditioning: str = setting(
         "auto",
