@@ -170,7 +170,7 @@ class InputFields:
 
 @field_group
 class TrainingImageFields:
-    """Conditions on the first frames of clips that training gives a model."""
+    """Conditions of a training that come from the first frames of clips."""
 
     train_image_conditioning: str = setting(
         "auto",

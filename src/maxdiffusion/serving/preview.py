@@ -35,7 +35,7 @@ class PreviewMap:
         self._weights: np.ndarray | None = None
 
     def add(
-        self, latents: Float[np.ndarray, "F Y X C"], frames: UInt8[np.ndarray, "F2 Y2 X2 3"]
+        self, latents: Float[np.ndarray, "F Y X C"], frames: UInt8[np.ndarray, "f y x 3"]
     ) -> None:
         """Adds a decoded video to the fit."""
         inputs = _with_one(latents)
@@ -86,7 +86,7 @@ def _with_one(latents: Float[np.ndarray, "F Y X C"]) -> np.ndarray:
 
 
 def pooled(
-    frames: UInt8[np.ndarray, "F2 Y2 X2 3"], size: Sequence[int]
+    frames: UInt8[np.ndarray, "f y x 3"], size: Sequence[int]
 ) -> Float[np.ndarray, "F Y X 3"]:
     """Returns the mean colour, 0 to 1, of the pixels that each latent position stands for.
 

@@ -127,9 +127,7 @@ def check_lengths(sizes: Sequence[ClipSize], image: ImageConditioning) -> None:
     """Raises ProblemsFound if clips have no frame but the known one, so that nothing is learnt."""
     short = [size for size in sizes if size.frames == 1 and isinstance(image, KnownFirstFrame)]
     if short:
-        rule = (
-            f"the first frame is known (train_image_conditioning={FIRST_FRAME}): no other is left"
-        )
+        rule = f"the only frame is known (train_image_conditioning={FIRST_FRAME})"
         remedy = "Use clips of 5 frames or more, or train_image_conditioning=none"
         value = [str(size) for size in short]
         raise ProblemsFound([Problem(name="clips", value=value, rule=rule, remedy=remedy)])
