@@ -312,8 +312,8 @@ class Bench:
         rows = np.random.default_rng(0).standard_normal(size, np.float32)
         rows = rows.astype(builder.settings.precision.activations)
         read_text = compile_lowered(builder.lower_read_text(shape))
-        image = jax.tree.map(drawn, builder.image_tokens(shape))
-        text = read_text(weights, jax.device_put(rows, builder.everywhere), image)
+        image, faces = jax.tree.map(drawn, (builder.image_tokens(shape), builder.faces(shape)))
+        text = read_text(weights, jax.device_put(rows, builder.everywhere), image, faces)
         return Expert(name="random weights", weights=weights, texts={shape.guidance: text})
 
 
