@@ -71,3 +71,16 @@ def test_clocks_follow_from_peaks():
     for chip in CHIPS.values():
         assert chip.sources
         assert dataclasses.replace(chip).seconds(chip.clock_hz) == pytest.approx(1.0)
+
+
+def test_control_blocks_count_as_blocks():
+    plain = forward_flops(A14B, tokens=TOKENS, text_length=512)
+    layers = tuple(range(0, 40, 5))
+    vace = dataclasses.replace(A14B, control_layers=layers, control_channels=96)
+    control = forward_flops(vace, tokens=TOKENS, text_length=512)
+    assert control.attention == pytest.approx(plain.attention * 48 / 40)
+    assert control.feed_forward == pytest.approx(plain.feed_forward * 48 / 40)
+    # One projection in, one out of each of eight blocks, and patches of 2 x 2 x 96 values.
+    width = A14B.model_dim
+    extra = 2 * TOKENS * width * (9 * width + 4 * 96)
+    assert control.embeddings_and_head - plain.embeddings_and_head == pytest.approx(extra)

@@ -44,11 +44,17 @@ class ForwardFlops:
 def forward_flops(
     config: WanTransformerConfig, *, tokens: int, text_length: int, batch: int = 1
 ) -> ForwardFlops:
-    """Returns the FLOPs of a forward over `batch` videos of `tokens` tokens each."""
-    width, layers = config.model_dim, config.layers
+    """Returns the FLOPs of a forward over `batch` videos of `tokens` tokens each.
+
+    `text_length` includes image tokens. Control blocks of VACE count as blocks, their projections
+    as embeddings. Face adapters of Animate are left out: five keys a frame, below 1 %.
+    """
+    width, layers = config.model_dim, config.block_count
     rows = batch * tokens
     patch = config.patch[0] * config.patch[1] * config.patch[2]
     in_and_out = patch * (config.in_channels + config.out_channels)
+    control = (1 + len(config.control_layers)) * width if config.control_layers else 0
+    in_and_out += patch * (config.control_channels or 0) + control
     time = config.freq_dim * width + width * width + width * 6 * width
     return ForwardFlops(
         self_attention=layers * 4.0 * rows * tokens * width,
