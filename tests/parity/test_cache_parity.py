@@ -4,10 +4,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from diffusers import MagCacheConfig
 
 from maxdiffusion import WanPipeline
-from maxdiffusion.diffusion.caches.magcache import MagCache, MagRatios
+from maxdiffusion.diffusion.caches.magcache import MagCache, MagCalibration, MagRatios
 from maxdiffusion.pipelines.request import request_from_arguments
 from tests.oracle.arrays import as_numpy, normal
 from tests.oracle.pipeline import load_pipeline
@@ -75,3 +76,27 @@ def test_skipped_steps_and_latents_are_those_of_diffusers(folder: Path) -> None:
     np.testing.assert_allclose(latents, expected, rtol=0, atol=TOLERANCE)
     exact = ours(**(call | {"step_cache": None}), output_type="latent").frames
     assert np.abs(latents - exact).max() > 100 * TOLERANCE
+
+
+def test_measured_ratios_are_those_that_diffusers_logs(folder: Path) -> None:
+    start = normal(12, 1, 16, 2, 4, 6)
+    theirs = load_pipeline(folder)
+    residuals: dict[str, list[torch.Tensor]] = {"in": [], "out": []}
+    blocks = theirs.transformer.blocks
+    blocks[0].register_forward_pre_hook(lambda _, inputs: residuals["in"].append(inputs[0]))
+    blocks[-1].register_forward_hook(lambda _, inputs, out: residuals["out"].append(out))
+    theirs(**SETTINGS, latents=start, output_type="latent")
+    found = [out - before for before, out in zip(*residuals.values(), strict=True)]
+    expected = [1.0, 1.0] + [
+        float((now.norm(dim=-1) / before.norm(dim=-1)).mean())
+        for before, now in zip(found[:-2], found[2:], strict=True)
+    ]
+    ours = WanPipeline.from_pretrained(folder, dtype="float32")
+    call = {**SETTINGS, "latents": start.numpy()}
+    request = request_from_arguments(
+        ours.builder.spec, **call, step_cache=MagCalibration(steps=12, tokens=12)
+    )
+    *_, (state, _) = ours.states(request, ours.condition(request))
+    # Norms of residuals that agree to 1e-5 of their size.
+    ratios = np.asarray(state.cache.ratios).reshape(-1)
+    np.testing.assert_allclose(ratios, expected, rtol=1e-4)

@@ -49,6 +49,14 @@ def generate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     run_distributed(parsed, partial(generate, search_tiles=search_tiles))
 
 
+def calibrate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Measures the ratios of MagCache for a config, on all processes of the job."""
+    from maxdiffusion.cli.distributed_run import run_distributed
+    from maxdiffusion.generation.calibrate import calibrate
+
+    run_distributed(parsed, calibrate)
+
+
 def serve(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Serves videos over HTTP, on all processes of the job."""
     require_serving()
@@ -272,6 +280,16 @@ TUNE = Command(
         *DEVICES,
     ),
 )
+CALIBRATE = Command(
+    name="calibrate_cache",
+    summary="Measures the ratios that MagCache skips steps by, over the prompts of a job.\n"
+    "Writes them to output_dir/mag_ratios.yml.",
+    arguments=CONFIG_ARGUMENTS,
+    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n\n"
+    f"docs/sampling.md explains step caches. {ALL_KEYS}",
+    run=with_config(calibrate),
+    common=(*SAMPLING, "prompts_file", "flow_shift", "output_dir", *DEVICES),
+)
 READ_PROFILE = Command(
     name="read_profile",
     summary="Prints where the time of profiled steps went.",
@@ -305,5 +323,6 @@ docs/serving.md has an example.""",
 )
 COMMANDS = (
     *(GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE),
+    CALIBRATE,
     PLAN_FLEET,
 )

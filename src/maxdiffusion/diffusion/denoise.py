@@ -7,6 +7,7 @@ noise -> [ batch of prompts and negatives -> transformer -> guidance -> sampler 
                       ^ weights, text, timestep, scale and sampler row are arguments
 """
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer
 from maxdiffusion.models.wan.transformer import AroundBlocks, computed
 from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.timing import StepTime
+
+logger = logging.getLogger(__name__)
 
 Weights = nnx.State[Any, Any]
 """Parameters of a model."""
@@ -310,3 +313,6 @@ def denoise(
             state,
             StepTime(index=index, timestep=planned.timestep, expert=expert.name, seconds=seconds),
         )
+    report = "" if cache is None else cache.report(state.cache)
+    if report:
+        logger.info(report)

@@ -7,7 +7,6 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 """
 
 import copy
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from jaxtyping import Array, Float
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.load import Progress
-from maxdiffusion.diffusion.denoise import Expert, Experts, denoise, initial_noise
+from maxdiffusion.diffusion.denoise import Expert, Experts, LoopState, denoise, initial_noise
 from maxdiffusion.diffusion.guidance import Action, PlannedStep
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import single_device_mesh
@@ -50,8 +49,6 @@ from maxdiffusion.pipelines.weights import (
     load_wan_parameters,
 )
 from maxdiffusion.runtime.timing import StepTime
-
-logger = logging.getLogger(__name__)
 
 
 Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
@@ -315,6 +312,11 @@ class VideoPipeline(LoraMethods):
         self, request: Request, experts: Experts
     ) -> Iterator[tuple[Float[Array, "B F Y X C"], StepTime]]:
         """Yields the latents after every step, valid until the next one, and the step's time."""
+        for state, time in self.states(request, experts):
+            yield state.sample, time
+
+    def states(self, request: Request, experts: Experts) -> Iterator[tuple[LoopState, StepTime]]:
+        """Yields the state after every step, valid until the next one, and the step's time."""
         shape = self.shape(request)
         seeds = self._everywhere(np.asarray(request.seeds, np.uint32))
         first = self._start(shape, request)(self.first_latents(request, experts.source), seeds)
@@ -322,7 +324,7 @@ class VideoPipeline(LoraMethods):
         def program_of(step: PlannedStep) -> Callable[..., Any]:
             return self._step(shape.with_guidance(step.guidance), request, step.action)
 
-        steps = denoise(
+        return denoise(
             program_of,
             first,
             sampler=request.sampler,
@@ -330,11 +332,6 @@ class VideoPipeline(LoraMethods):
             experts=experts,
             cache=request.step_cache,
         )
-        for state, time in steps:
-            yield state.sample, time
-        report = "" if request.step_cache is None else request.step_cache.report(state.cache)
-        if report:
-            logger.info(report)
 
     def first_latents(
         self, request: Request, source: Float[np.ndarray, "B F Y X C"] | None = None

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 
 from maxdiffusion.diffusion import UniPC
-from maxdiffusion.diffusion.caches.magcache import MagCache, MagRatios, published_ratios
+from maxdiffusion.diffusion.caches.magcache import (
+    MagCache,
+    MagRatios,
+    interleaved_means,
+    published_ratios,
+)
 from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
 from maxdiffusion.diffusion.guidance import GuidanceScales, plan_run
 from maxdiffusion.errors import ProblemsFound
@@ -87,3 +92,9 @@ def test_runs_that_do_not_suit_it_are_refused():
     }
     with pytest.raises(ProblemsFound, match="mag_ratios_base='7 numbers'"):
         MagRatios.interleaved([1.0] * 7)
+
+
+def test_measured_ratios_are_averaged_over_videos():
+    ratios = np.array([[1, 1, 1, 1], [0.9, 0.7, 0.5, 0.3]])  # two prompts, two negative prompts
+    assert interleaved_means(ratios, 2) == [1, 1, 0.8, 0.4]
+    assert interleaved_means(ratios[:, :2], 2) == [1, 1, 0.8, 0.8]

@@ -9,6 +9,8 @@ ratio that hardly depends on the prompt, so ratios measured once tell how far a 
 A skipped step adds the kept R to its tokens and runs the output head. Decisions depend on the
 ratios alone. They are made on the host before the run, once for both prompts, and start afresh at
 the expert boundary. The first share of each expert's steps (`retention`) is always computed.
+
+`MagCalibration` computes every step and measures the ratios.
 """
 
 import functools
@@ -16,12 +18,14 @@ import importlib.resources
 import json
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from maxdiffusion.diffusion.denoise import CacheShapes, Forward, StepCache
+from maxdiffusion.diffusion.denoise import CacheShapes, Forward, Kept, StepCache
 from maxdiffusion.diffusion.guidance import Action, RunPlan
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 
@@ -158,3 +162,72 @@ class MagCache(StepCache):
             return forward.guided(forward.velocity_from(state)), state
         velocity, residual = forward.velocity_and_residual()
         return forward.guided(velocity), residual
+
+
+class CalibrationState(NamedTuple):
+    """The residual of the last step, and the measured ratios of all steps so far."""
+
+    residual: Kept
+    ratios: Kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class MagCalibration(StepCache):
+    """Measures ratios: the mean over tokens of |R| of a step over |R| of the step before.
+
+    `tokens` are those of a video; padding behind them does not count.
+    """
+
+    steps: int
+    tokens: int
+
+    def planned(self, plan: RunPlan) -> RunPlan:
+        """Returns the plan as it is: every step is computed."""
+        if len(plan.guidances) > 1:
+            problem = Problem(
+                name="calibrate_cache",
+                value=plan.describe(),
+                rule="needs the same guidance at every step",
+                remedy="Set both guidance scales above 1 or both to 1, and leave guidance_end_step "
+                "out",
+            )
+            raise ProblemsFound([problem])
+        return plan
+
+    def rows(self, plan: RunPlan) -> Int[np.ndarray, " Q"]:
+        """Returns the number of every step."""
+        return np.arange(len(plan), dtype=np.int32)
+
+    def state(self, shapes: CacheShapes) -> CalibrationState:
+        """Returns the shapes of the residual, and of a ratio for every step and row."""
+        size, number = (self.steps, shapes.tokens.shape[0]), shapes.number
+        ratios = jax.ShapeDtypeStruct(size, number.dtype, sharding=number.sharding)
+        return CalibrationState(residual=shapes.tokens, ratios=ratios)
+
+    def predict(
+        self, forward: Forward, state: CalibrationState, action: Action
+    ) -> tuple[Float[Array, "B F Y X C"], CalibrationState]:
+        """Returns the guided velocity, the residual, and the ratios with that of the step."""
+        del action
+        velocity, residual = forward.velocity_and_residual()
+        step = jnp.asarray(forward.step.cache_row)
+        ratio = jnp.mean(self._lengths(residual) / self._lengths(state.residual), axis=1)
+        ratio = jnp.where(step == 0, 1.0, ratio)
+        kept = CalibrationState(residual=residual, ratios=state.ratios.at[step].set(ratio))
+        return forward.guided(velocity), kept
+
+    def _lengths(self, residual: Float[Array, "B_guided S D"]) -> Float[Array, "B_guided T"]:
+        wide = residual[:, : self.tokens].astype(jnp.float32)
+        return jnp.sqrt(jnp.sum(jnp.square(wide), axis=-1))
+
+
+def interleaved_means(ratios: Float[np.ndarray, "Q B"], videos: int) -> list[float]:
+    """Returns the means over videos, prompt and negative prompt in turn.
+
+    Columns are prompts, then negative prompts. Without guidance there are prompts only, whose
+    ratios then stand for both.
+    """
+    copies = ratios.shape[1] // videos
+    means = ratios.reshape(len(ratios), copies, videos).mean(axis=2)
+    both = means if copies == 2 else np.repeat(means, 2, axis=1)
+    return [round(float(ratio), 5) for ratio in both.reshape(-1)]
