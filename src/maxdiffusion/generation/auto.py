@@ -64,10 +64,10 @@ def choose_attention(
         flops=forward_flops(
             transformer,
             tokens=shape.latent.tokens,
-            text_length=shape.text_length,
+            text_length=shape.text_length + shape.task.image_tokens,
             batch=shape.model_batch,
         ),
-        layers=transformer.layers,
+        layers=transformer.block_count,
         topology=topology_under(CHIPS[CHIP_NAMES[devices[0].device_kind.lower()]], devices),
         devices=devices,
         options=attention_options(config),
@@ -138,16 +138,16 @@ def bytes_needed(
     transformer = nnx.to_flat_state(models.transformer.parameters)
     blocks = sum(size_of(one) for path, one in transformer if path[0] == "blocks")
     outer = sum(size_of(one) for path, one in transformer if path[0] != "blocks")
-    vae, text = (
-        sum(size_of(one) for _, one in nnx.to_flat_state(model.parameters))
-        for model in (models.vae, models.text_encoder)
+    vae, text, clip = (
+        0 if model is None else sum(size_of(one) for _, one in nnx.to_flat_state(model.parameters))
+        for model in (models.vae, models.text_encoder, models.image_encoder)
     )
     tokens = -(-shape.model_batch // mesh.data) * shape.latent.tokens // mesh.context
     width = spec.transformer.model_dim * precision(config).activations.itemsize
     experts = len(spec.experts)
     return Need(
         blocks=experts * blocks // (mesh.fsdp * mesh.tensor),
-        rest=experts * outer + vae + text // mesh.devices,
+        rest=experts * outer + vae + clip + text // mesh.devices,
         step=ACTIVATIONS * tokens * width,
         room=room,
     )

@@ -229,7 +229,7 @@ def step_flops(job: ResolvedJob) -> ForwardFlops:
     return forward_flops(
         job.builder.spec.transformer,
         tokens=job.shape.latent.tokens,
-        text_length=job.shape.text_length,
+        text_length=job.shape.text_length + job.shape.task.image_tokens,
         batch=job.shape.model_batch,
     )
 
@@ -238,14 +238,14 @@ def kernel_times(
     job: ResolvedJob, figures: Sequence[KernelFigures], chip: Chip
 ) -> dict[str, KernelTime]:
     """Returns the seconds of each kernel, of a call and of a step."""
-    layers = job.builder.spec.transformer.layers
+    blocks = job.builder.spec.transformer.block_count
     plans = kernel_plans(job.attention)
     times = {}
     for kernel in figures:
         use = kernel_calls(plans[kernel.purpose])
         attention = chip.seconds(use.cycles(kernel))
         times[kernel.name] = KernelTime(
-            call=attention / (use.calls * use.groups), step=attention * layers
+            call=attention / (use.calls * use.groups), step=attention * blocks
         )
     return times
 

@@ -198,6 +198,11 @@ class WanTransformerConfig:
         return built
 
     @property
+    def block_count(self) -> int:
+        """Blocks that a forward runs: those of the layers, and the control blocks of VACE."""
+        return self.layers + len(self.control_layers)
+
+    @property
     def model_dim(self) -> int:
         """The width of a token: all heads side by side."""
         return self.heads * self.head_dim
