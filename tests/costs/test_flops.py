@@ -7,6 +7,7 @@ import pytest
 from maxdiffusion.costs.chips import CHIPS
 from maxdiffusion.costs.flops import forward_flops, step_bounds
 from maxdiffusion.models.wan import WanTransformerConfig
+from maxdiffusion.models.wan.config import wan_2_2_animate_14b
 
 TOKENS = 21 * 45 * 80
 A14B = WanTransformerConfig()
@@ -84,3 +85,13 @@ def test_control_blocks_count_as_blocks():
     width = A14B.model_dim
     extra = 2 * TOKENS * width * (9 * width + 4 * 96)
     assert control.embeddings_and_head - plain.embeddings_and_head == pytest.approx(extra)
+
+
+def test_face_adapters_count_their_projections():
+    plain = forward_flops(A14B, tokens=TOKENS, text_length=512)
+    animate = forward_flops(wan_2_2_animate_14b(), tokens=TOKENS, text_length=512)
+    # Eight adapters of two projections, and the 20 more input channels of Animate.
+    width = A14B.model_dim
+    extra = 2 * TOKENS * width * (16 * width + 4 * 20)
+    assert animate.embeddings_and_head - plain.embeddings_and_head == pytest.approx(extra)
+    assert animate.attention == plain.attention

@@ -41,20 +41,30 @@ class ForwardFlops:
         return asdict(self)
 
 
+def _squares(config: WanTransformerConfig) -> int:
+    """Returns the products of tokens with square weights outside of blocks.
+
+    Control blocks have one projection in for all and one out of each; a face adapter has one of
+    queries and one of its result.
+    """
+    control = 1 + len(config.control_layers) if config.control_layers else 0
+    adapters = 0 if config.face is None else config.layers // config.face.every
+    return control + 2 * adapters
+
+
 def forward_flops(
     config: WanTransformerConfig, *, tokens: int, text_length: int, batch: int = 1
 ) -> ForwardFlops:
     """Returns the FLOPs of a forward over `batch` videos of `tokens` tokens each.
 
-    `text_length` includes image tokens. Control blocks of VACE count as blocks, their projections
-    as embeddings. Face adapters of Animate are left out: five keys a frame, below 1 %.
+    `text_length` includes image tokens. Control blocks of VACE count as blocks; their projections,
+    and those of Animate's face adapters, count as embeddings. Scores of face keys are left out.
     """
     width, layers = config.model_dim, config.block_count
     rows = batch * tokens
     patch = config.patch[0] * config.patch[1] * config.patch[2]
     in_and_out = patch * (config.in_channels + config.out_channels)
-    control = (1 + len(config.control_layers)) * width if config.control_layers else 0
-    in_and_out += patch * (config.control_channels or 0) + control
+    in_and_out += patch * (config.control_channels or 0) + config.model_dim * _squares(config)
     time = config.freq_dim * width + width * width + width * 6 * width
     return ForwardFlops(
         self_attention=layers * 4.0 * rows * tokens * width,
