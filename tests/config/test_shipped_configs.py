@@ -17,7 +17,7 @@ NAMES = (
     *("base_wan_vace_14b", "base_wan_vace_1_3b", "base_wan_animate"),
     *("wan22_4step", "wan22_i2v_4step", "mlperf_wan22"),
 )
-TRAINING = ("train_embedded",)
+TRAINING = ("train_embedded", "train_embedded_i2v")
 
 
 def config_of(name):

@@ -1,4 +1,8 @@
-"""Writes an untrained model: sizes, a tokenizer for the synthetic captions, random weights."""
+"""Writes models to train from.
+
+write_random_model     sizes, a tokenizer for the synthetic captions, random weights
+write_one_transformer  a two-expert model as one for text and image, as TI2V-5B is
+"""
 
 import json
 import shutil
@@ -8,14 +12,16 @@ from pathlib import Path
 import jax.numpy as jnp
 from flax import nnx
 
-from maxdiffusion.checkpoints.diffusers_folder import TOKENIZER
+from maxdiffusion.checkpoints.diffusers_folder import TOKENIZER, listed_components
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import WanVae, WanVaeConfig
 from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
 from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.runtime.files import new_folder
 from maxdiffusion.training.data.synthetic import every_word
+from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE
 from maxdiffusion.training.results import NewPart, config_of, export_model
 from maxdiffusion.training.vae import as_pictures, first_bias
 
@@ -71,6 +77,21 @@ def write_random_model(
         export_model(staging, folder, _parts(template, replace(sizes, text=text), seed))
     finally:
         shutil.rmtree(staging)
+
+
+def write_one_transformer(source: Path, folder: Path) -> None:
+    """Writes a two-expert model as one whose only transformer has a time for every token.
+
+    That is its low-noise expert, which has seen most levels; training has to teach it the rest, and
+    that the first frame may be known.
+    """
+    index = json.loads((source / "model_index.json").read_text())
+    index |= {"boundary_ratio": None, "expand_timesteps": True, LOW_NOISE: [None, None]}
+    with new_folder(folder) as unfinished:
+        for part in listed_components(index):
+            held = LOW_NOISE if part == HIGH_NOISE else part
+            shutil.copytree(source / held, unfinished / part)
+        (unfinished / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
 def write_tokenizer(folder: Path) -> int:
