@@ -2,13 +2,15 @@
 """Scores a model of moving shapes on prompts and seeds that training never saw.
 
     python scripts/score_embedded.py MODEL [--clips 200] [--steps 20] [--pairs]
-                                           [--autoencoder | --image]
+                                           [--autoencoder | --image [--silent]]
 
 Half of the prompts show combinations of colour, shape and motion that were left out of training.
 With --autoencoder clips are only encoded and decoded, which is the best that a model can reach.
-With --image the model is given the first frame of the true clip as well, which it has to keep.
+With --image the model is given the first frame of the true clip as well, which it has to keep. The
+prompt still says all that is scored: --silent leaves it empty, so that colour, shape and background
+must come from the image, and motion is free.
 Prints a table as JSON; ends with exit code 1 if a figure is below what the small model has to
-reach (there is no such limit for --pairs).
+reach (there is no such limit for --pairs and --silent).
 """
 
 import argparse
@@ -67,7 +69,7 @@ def animator(pipeline: WanImageToVideoPipeline, arguments: argparse.Namespace) -
 
     def make(scenes: Sequence[Scene], first: int) -> np.ndarray:
         images = [*true_clips(scenes, arguments.frames)[:, 0]]
-        prompts = captions(scenes, first)
+        prompts = [""] * len(scenes) if arguments.silent else captions(scenes, first)
         return pipeline(images, prompts, **settings_of(arguments, first)).frames
 
     return make
@@ -85,7 +87,7 @@ def settings_of(arguments: argparse.Namespace, first: int) -> dict[str, Any]:
         "width": SIZE,
         "num_frames": arguments.frames,
         "num_inference_steps": arguments.steps,
-        "guidance_scale": arguments.guidance,
+        "guidance_scale": 1.0 if arguments.silent else arguments.guidance,
         "seed": SEED + first,
         "output_type": "uint8",
     }
@@ -142,9 +144,8 @@ def measure(make: Make, scenes: Sequence[Scene], arguments: argparse.Namespace) 
                 kept.append(peak_signal(video[:1], truth[:1]))
                 advance()
     table = shares(marks)
-    if arguments.autoencoder:
-        table["decibels"] = float(np.mean(whole))
     if arguments.autoencoder or arguments.image:
+        table["decibels"] = float(np.mean(whole))
         table["decibels of the first frame"] = float(np.mean(kept))
         table["decibels of the worst first frame"] = float(np.min(kept))
     return table
@@ -162,7 +163,11 @@ def parse() -> argparse.Namespace:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--autoencoder", action="store_true", help="encode and decode, nothing else")
     kind.add_argument("--image", action="store_true", help="give the true first frame")
-    return parser.parse_args()
+    parser.add_argument("--silent", action="store_true", help="with --image: no prompt")
+    arguments = parser.parse_args()
+    if arguments.silent and not arguments.image:
+        parser.error("--silent needs --image: nothing else says what to show")
+    return arguments
 
 
 def maker(arguments: argparse.Namespace) -> tuple[Make, dict[str, float]]:
@@ -184,7 +189,8 @@ def main() -> int:
     make, least = maker(arguments)
     table = measure(make, draws(arguments.clips, clip), arguments)
     print(json.dumps({"model": arguments.model, "clips": arguments.clips, **table}, indent=2))
-    low = [] if arguments.pairs else [name for name in least if table[name] < least[name]]
+    free = arguments.pairs or arguments.silent
+    low = [] if free else [name for name in least if table[name] < least[name]]
     for name in low:
         print(f"{name} is {table[name]:.4g}: at least {least[name]} is needed", file=sys.stderr)
     return 1 if low else 0

@@ -30,4 +30,5 @@ encoded=(synthetic_clips=16384 latent_cache_dir="$work/latents_i2v")
 run 2 preprocess_wan blank_i2v "${encoded[@]}" "${@:2}"
 stage 1 model_i2v train_wan blank_i2v "${encoded[@]}" weights_dtype=bfloat16 max_train_steps=12000 "${@:2}"
 .venv/bin/python scripts/score_embedded.py "$work/model_i2v" --image
+.venv/bin/python scripts/score_embedded.py "$work/model_i2v" --image --silent
 .venv/bin/python scripts/score_embedded.py "$work/model_i2v"
