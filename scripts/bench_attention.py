@@ -55,7 +55,7 @@ def numbers(text: str) -> list[int]:
 
 def bench(parsed: ParsedConfig, config: Sequence[str], arguments: argparse.Namespace) -> None:
     """Runs the sweep on all processes of the job."""
-    from maxdiffusion.cli.entry import run_distributed
+    from maxdiffusion.cli.distributed_run import run_distributed
 
     run_distributed(parsed, lambda parsed: sweep(parsed, config, arguments))
 
