@@ -18,6 +18,8 @@ from tests.attention.cases import (
     relative_error,
 )
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("ulysses_custom_fixed_m", "ulysses_ring_custom_fixed_m")
 CASE = Case(label="adversarial", mesh=(1, 1, 2, 2, 1), length=45, heads=4, masked=True)
 

@@ -24,6 +24,8 @@ from tests.attention.test_projected_heads import placed as placed_columns
 from tests.attention.test_streams import operations_of
 from tests.marking import slow_except
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("ulysses_ring_custom", "ulysses_ring_custom_fixed_m", "ulysses_ring_custom_fp8")
 CASES = [
     Case(label="2x2, ragged", mesh=(1, 1, 2, 2, 1), length=61, padded=False),

@@ -31,6 +31,8 @@ from maxdiffusion.models.wan.original import original_module
 from tests.checkpoints.small_model import mesh
 from tests.oracle.lora_files import DIALECTS, write_lora
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "goldens" / "wan22_t2v" / "transformer"
 CONFIG = WanTransformerConfig.from_diffusers(json.loads((FOLDER / "config.json").read_text()))
 TABLE = transformer_map(CONFIG)

@@ -13,6 +13,8 @@ from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
 from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM, step_noise
 from maxdiffusion.errors import ProblemsFound
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "samplers.npz")
 NAMES = sorted(key.removesuffix("/sigmas") for key in GOLDEN if key.endswith("/sigmas"))
 CUSTOM = {"distilled": (1.0, 0.75, 0.5, 0.25), "below_one": (0.95, 0.8, 0.55, 0.3, 0.1)}

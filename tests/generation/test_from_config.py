@@ -10,6 +10,8 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from tests.generation.command_line import TINY
 
+pytestmark = pytest.mark.slow
+
 SIZE = {"height": 16, "width": 16, "num_frames": 1}
 OVERRIDES = {
     **SIZE,

@@ -22,6 +22,8 @@ from maxdiffusion.kernels.splash import (
 )
 from maxdiffusion.kernels.tpu import BlockSizes
 
+pytestmark = pytest.mark.slow
+
 SCALE = 0.2
 # 150 keys of 32 features in float32: random walks of roundings, plus exponents of a dozen bits.
 ATOL = 64 * 2**-24

@@ -15,6 +15,8 @@ from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 # float32 sums in another order, over four steps; that of the goldens.
 TOLERANCE = 5e-5

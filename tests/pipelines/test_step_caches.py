@@ -14,6 +14,8 @@ from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.settings import PipelineSettings
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(__file__).parents[1] / "goldens" / "wan22_t2v"
 # float32 sums in another order, over twelve steps; that of the goldens.
 TOLERANCE = 5e-5

@@ -23,6 +23,8 @@ from maxdiffusion.pipelines.weights import load_wan_parameters
 from tests.checkpoints.small_model import mesh
 from tests.config.writing import write
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 WAN21, WAN22 = GOLDENS / "wan21_t2v", GOLDENS / "wan22_t2v"
 WEIGHTS = "diffusion_pytorch_model.safetensors"

@@ -18,6 +18,8 @@ from maxdiffusion.pipelines.weights import LoraAdapters, LoraMethods, find_lora
 from tests.checkpoints.small_model import mesh
 from tests.oracle.lora_files import write_lora
 
+pytestmark = pytest.mark.slow
+
 GOLDENS = Path(__file__).parents[1] / "goldens"
 EXPERTS = ("transformer", "transformer_2")
 RANK = 12  # two files of rank 6

@@ -8,6 +8,8 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.timing import ProfilePlan, Profiler
 from maxdiffusion.runtime.traces import HostProfile, _on_device, read_profiles, scope_of, table
 
+pytestmark = pytest.mark.slow
+
 
 @jax.jit
 def network(x, w):

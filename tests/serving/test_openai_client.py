@@ -10,6 +10,8 @@ import pytest
 
 from tests.serving.stand_in import listening
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).with_name("client_script.py")
 # scripts/test.sh installs the older version here: both cannot be in one environment.
 OLDER = Path(sys.prefix) / "openai-2.54"

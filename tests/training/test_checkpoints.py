@@ -19,6 +19,8 @@ from maxdiffusion.training.step import first_state
 from tests import object_storage
 from tests.training import toy_run
 
+pytestmark = pytest.mark.slow
+
 STEPS = 14
 
 

@@ -30,6 +30,8 @@ from maxdiffusion.kernels.tpu import BlockSizes
 from tests.kernels.flash.cases import Case, error, run, small_blocks, tolerance
 from tests.marking import slow_except
 
+pytestmark = pytest.mark.slow
+
 OPTIONS = FlashOptions(interpret=True, product=Product.FP8)
 CASES = {
     "heads of 128, bfloat16": Case(dtype="bfloat16", options=OPTIONS),

@@ -11,6 +11,8 @@ from maxdiffusion.models.abstract import AbstractModel, values_of
 from maxdiffusion.models.clip import ClipVisionConfig, ClipVisionEncoder
 from tests.attention.collectives import counted
 
+pytestmark = pytest.mark.slow
+
 SMALL = ClipVisionConfig(width=32, mlp_width=64, layers=4, heads=8, image_size=28, patch=14)
 
 
