@@ -4,7 +4,7 @@
 #
 #   stage      what                                                       steps  batch
 #   blank_i2v  the model of the package with its low-noise expert alone
-#   model_i2v  one transformer for all noise levels, first frame known    12000  32
+#   model_i2v  one transformer for all noise levels, first frame known     8000  32
 #
 # It is as TI2V-5B: one transformer, a time for every token, the first latent frame known. Autoencoder
 # and tokenizer are those of the package. More keys are for a short trial, such as max_train_steps=20.
@@ -28,7 +28,7 @@ PYTHON
 fi
 encoded=(synthetic_clips=16384 latent_cache_dir="$work/latents_i2v")
 run 2 preprocess_wan blank_i2v "${encoded[@]}" "${@:2}"
-stage 1 model_i2v train_wan blank_i2v "${encoded[@]}" weights_dtype=bfloat16 max_train_steps=12000 "${@:2}"
+stage 1 model_i2v train_wan blank_i2v "${encoded[@]}" weights_dtype=bfloat16 max_train_steps=8000 "${@:2}"
 .venv/bin/python scripts/score_embedded.py "$work/model_i2v" --image
 .venv/bin/python scripts/score_embedded.py "$work/model_i2v" --image --silent
 .venv/bin/python scripts/score_embedded.py "$work/model_i2v"
