@@ -10,7 +10,7 @@ With --image the model is given the first frame of the true clip as well, which 
 prompt still says all that is scored: --silent leaves it empty, so that colour, shape and background
 must come from the image, and motion is free.
 Prints a table as JSON; ends with exit code 1 if a figure is below what the small model has to
-reach (there is no such limit for --pairs and --silent).
+reach (there is no such limit for --pairs).
 """
 
 import argparse
@@ -51,7 +51,10 @@ IMAGES_REACH = {
     "shape": 0.97,
     "background": 0.97,
     "decibels of the first frame": 30.0,
+    "decibels": 26.0,  # of the whole clip: 23 for a model that does not see where the shape is
 }
+# Without a prompt; a model that does not read its image has 0.55 of the colours.
+SILENT_REACH = {"colour": 0.97, "background": 0.97, "shape": 0.65}
 Make = Callable[[Sequence[Scene], int], np.ndarray]  # scenes, number of the first -> clips
 
 
@@ -175,7 +178,7 @@ def maker(arguments: argparse.Namespace) -> tuple[Make, dict[str, float]]:
     settings = PipelineSettings(attention="dot_product")
     if arguments.image:
         images = WanImageToVideoPipeline.from_pretrained(arguments.model, settings=settings)
-        return animator(images, arguments), IMAGES_REACH
+        return animator(images, arguments), SILENT_REACH if arguments.silent else IMAGES_REACH
     pipeline = WanPipeline.from_pretrained(arguments.model, settings=settings)
     if arguments.autoencoder:
         return autoencoder(pipeline, arguments), AUTOENCODER_REACHES
@@ -189,8 +192,7 @@ def main() -> int:
     make, least = maker(arguments)
     table = measure(make, draws(arguments.clips, clip), arguments)
     print(json.dumps({"model": arguments.model, "clips": arguments.clips, **table}, indent=2))
-    free = arguments.pairs or arguments.silent
-    low = [] if free else [name for name in least if table[name] < least[name]]
+    low = [] if arguments.pairs else [name for name in least if table[name] < least[name]]
     for name in low:
         print(f"{name} is {table[name]:.4g}: at least {least[name]} is needed", file=sys.stderr)
     return 1 if low else 0

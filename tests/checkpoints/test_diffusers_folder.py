@@ -5,6 +5,7 @@ import json
 import pytest
 
 from maxdiffusion.checkpoints.diffusers_folder import (
+    EMBEDDED,
     is_hub_id,
     open_model_folder,
     patterns,
@@ -144,6 +145,7 @@ def test_a_hub_id_brings_only_what_is_needed(monkeypatch, model):
     assert not any("transformer" in pattern for pattern in patterns(("vae",)))
 
 
-def test_the_embedded_model_is_whole():
-    folder = open_model_folder("embedded")
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_the_embedded_models_are_whole(name):
+    folder = open_model_folder(name)
     assert {"transformer", "vae", "text_encoder"} <= set(folder.weights)

@@ -12,7 +12,8 @@ from maxdiffusion.generation.job import check_without_model
 
 FOLDER = Path(__file__).parents[2] / "configs"
 NAMES = (
-    *("base_wan_27b", "base_wan_14b", "base_wan_1_3b", "wan_tiny"),
+    *("base_wan_27b", "base_wan_14b", "base_wan_1_3b"),
+    *("wan_tiny", "wan_tiny_image"),
     *("base_wan_i2v_27b", "base_wan_i2v_14b", "base_wan_ti2v_5b"),
     *("base_wan_vace_14b", "base_wan_vace_1_3b", "base_wan_animate"),
     *("wan22_4step", "wan22_i2v_4step", "mlperf_wan22"),

@@ -62,7 +62,8 @@ def patterns(components: Sequence[str] | None, configs_only: Collection[str] = (
     return ["model_index.json", *wanted]
 
 
-EMBEDDED = "embedded"  # the small model that comes with the package
+# The small models that come with the package, and their folders in assets.
+EMBEDDED: Mapping[str, str] = {"embedded": "wan_tiny", "embedded_image": "wan_tiny_image"}
 MODEL_INDEX = "model_index.json"
 KEY = "pretrained_model_name_or_path"
 CONFIG = "config.json"
@@ -138,8 +139,8 @@ def locate(
     configs_only: Collection[str] = (),
 ) -> Path:
     """Returns the local folder of a model; downloads a hub id (only the `needed` components)."""
-    if str(location) == EMBEDDED:
-        return Path(str(importlib.resources.files("maxdiffusion") / "assets" / "wan_tiny"))
+    if folder := EMBEDDED.get(str(location)):
+        return Path(str(importlib.resources.files("maxdiffusion") / "assets" / folder))
     path = Path(location).expanduser()
     if os.path.isdir(path):  # unlike Path.is_dir it does not raise inside unreadable folders
         if _readable(path):
@@ -219,7 +220,8 @@ def _not_a_folder(location: str | Path, rule: str) -> Problem:
     return Problem(
         name=KEY,
         value=str(location),
-        rule=f"{rule}; it must be a folder in diffusers' layout, a hub id, or {EMBEDDED!r}",
+        rule=f"{rule}; it must be a folder in diffusers' layout, a hub id, or "
+        f"one of {', '.join(EMBEDDED)}",
         remedy="Give the path of a folder with model_index.json, or an id such as owner/model",
     )
 

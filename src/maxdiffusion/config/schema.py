@@ -120,7 +120,7 @@ class ModelFields:
 
     pretrained_model_name_or_path: str = setting(
         "Wan-AI/Wan2.2-T2V-A14B-Diffusers",
-        "A diffusers folder, a hub id, or `embedded` for the small model shipped in the package.",
+        "A diffusers folder, a hub id, or a model of the package: `embedded`, `embedded_image`.",
     )
     model_name: str = setting(
         "wan2.2",

@@ -113,7 +113,7 @@ class VideoPipeline(LoraMethods):
         transformers: TransformerFiles | None = None,
         progress: Progress | None = None,
     ) -> Pipeline:
-        """Loads a diffusers folder, a hub id, or `embedded` (the model in the package).
+        """Loads a diffusers folder, a hub id, or a model of the package (`embedded`).
 
         `dtype` is that of the transformer and the text encoder, float32 by default; the VAE stays
         in float32. `settings` holds everything else, and then the dtypes too. `transformers` names
