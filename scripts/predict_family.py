@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Predicts seconds and memory of every released model on a TPU slice, as the table of docs/preflight.md.
+"""Predicts seconds and memory of every released model on a TPU slice (docs/preflight.md).
 
     python scripts/predict_family.py TOPOLOGY FOLDER [key=value ...]
 
@@ -17,13 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from maxdiffusion.config.load import read_config
-from maxdiffusion.costs.chips import GIB
-from maxdiffusion.pipelines.programs import compile_now
-from maxdiffusion.preflight.command import TopologyJob, compiled_report, plan_for_topology
-
+GIB = 2**30
 CONFIGS = Path(__file__).parents[1] / "configs"
 MESH = (
     *("ici_data_parallelism=2", "ici_context_parallelism=4"),
@@ -69,9 +63,11 @@ class SharedPrograms:
     """Compiles every distinct program once."""
 
     def __init__(self) -> None:
-        self.compiled: dict[str, jax.stages.Compiled] = {}
+        self.compiled: dict[str, Any] = {}
 
-    def __call__(self, name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    def __call__(self, name: str, lowered: Any) -> Any:
+        from maxdiffusion.pipelines.programs import compile_now
+
         key = hashlib.sha256(lowered.as_text().encode()).hexdigest()
         if key not in self.compiled:
             self.compiled[key] = compile_now(name, lowered)
@@ -80,15 +76,25 @@ class SharedPrograms:
 
 def predict(row: Row, topology: str, keys: Sequence[str], shared: SharedPrograms) -> dict[str, Any]:
     """Returns the report on a model."""
+    from maxdiffusion.config.load import read_config
+    from maxdiffusion.preflight.command import TopologyJob, compiled_report, plan_for_topology
+
     config = str(CONFIGS / f"{row.config}.yml")
     arguments = [config, f"topology={topology}", *MESH, *row.keys, *keys]
     job = plan_for_topology(read_config(arguments))
     builder = replace(job.planned.builder, compile=shared)
     shared_job = TopologyJob(topology=job.topology, planned=replace(job.planned, builder=builder))
-    report = compiled_report(shared_job, arguments).as_json()
-    config_keys = job.planned.config
-    size = f"{config_keys.width}x{config_keys.height}, {job.planned.shape.latent.frames}"
-    return {**report, "size": size}
+    return compiled_report(shared_job, arguments).as_json()
+
+
+def prepare(topology: str) -> None:
+    """Sets flags and environment of libtpu, which it reads when jax starts."""
+    from maxdiffusion.costs.chips import read_topology
+    from maxdiffusion.preflight.devices import prepare_environment
+    from maxdiffusion.runtime.tpu_flags import AUTO, apply_flags, target_chip
+
+    apply_flags(AUTO, target_chip(topology))
+    prepare_environment(read_topology(topology))
 
 
 def table_row(title: str, report: Mapping[str, Any]) -> str:
@@ -113,6 +119,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     topology, folder, keys = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     folder.mkdir(parents=True, exist_ok=True)
+    prepare(topology)
     shared = SharedPrograms()
     lines = []
     for row in ROWS:
