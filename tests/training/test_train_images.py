@@ -205,13 +205,15 @@ def assert_stores_what_the_pipeline_encodes(model, cache):
     folder, spec = open_wan_folder(model)
     encode = clip_encoder(folder, spec)
     encoders = Encoders(
-        video=lambda pixels: encode((pixels[None] + 1) * np.float32(127.5))[0], image=encode
+        video=lambda pixels: encode((pixels[None] + 1) * np.float32(127.5))[0],
+        image=encode,
+        latent=LatentShape(frames=2, rows=4, columns=4, channels=16, tokens=8),
+        vae=spec.vae,
     )
-    latent = LatentShape(frames=2, rows=4, columns=4, channels=16, tokens=8)
     stored = CachedClips(cache)
     for clip in (0, 7):
         inputs = [VisualInputs(image=Image.fromarray(CLIPS[clip]["video"][0]))]
-        wanted = ImageToVideo().condition(inputs, latent, spec.vae, encoders)
+        wanted = ImageToVideo().condition(inputs, encoders)
         channels = wanted.conditioning.channels[0, ..., 4:]
         np.testing.assert_allclose(stored[clip]["image"], channels, atol=1e-4)
         assert np.abs(stored[clip]["latents"] - channels)[1:].max() > 0.1

@@ -304,8 +304,10 @@ class VideoPipeline(LoraMethods):
             program = self._encode_image(len(pixels))
             return np.asarray(program(self.parameters.image_encoder, self._everywhere(pixels)))
 
-        encoders = Encoders(video=encode, image=encode_image)
-        return request.task.condition(request.inputs, shape.latent, self.builder.spec.vae, encoders)
+        encoders = Encoders(
+            video=encode, image=encode_image, latent=shape.latent, vae=self.builder.spec.vae
+        )
+        return request.task.condition(request.inputs, encoders)
 
     def denoise(
         self, request: Request, experts: Experts

@@ -53,25 +53,20 @@ class Animate(Task):
 
     Channels are the mask of given pixels, then the encoded character, frames of the segment before
     and the scene. `overlap` frames are taken over from the segment before. Faces are squares of
-    `face_size` pixels; `faces_at_once` of them are encoded together.
+    `face_size` pixels; `face_batch` of them are encoded together.
     """
 
     overlap: int
     face_size: int
-    faces_at_once: int
     clip: ClipPreprocessor
-    clip_tokens: int
     fit: ImageFit = "stretch"
 
     pipeline: ClassVar[str] = "WanAnimatePipeline"
+    in_segments: ClassVar[bool] = True
 
     @property
     def title(self) -> str:
         return "character to video"
-
-    @property
-    def image_tokens(self) -> int:
-        return self.clip_tokens
 
     @property
     def images(self) -> int:
@@ -80,14 +75,6 @@ class Animate(Task):
     @property
     def extra_frames(self) -> int:
         return 1
-
-    @property
-    def face_batch(self) -> int:
-        return self.faces_at_once
-
-    @property
-    def in_segments(self) -> bool:
-        return True
 
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
         return (1, self.length(latent, vae))
@@ -104,17 +91,11 @@ class Animate(Task):
             pose=shape_of((videos, *pose.dims)),
         )
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        parts = [self._segment(one, latent, vae) for one in inputs]
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
+        parts = [self._segment(one, encoders) for one in inputs]
         channels: Any = np.stack(
             [
-                self._channels(one, character, part, vae, encoders)
+                self._channels(one, character, part, encoders)
                 for one, (character, part) in zip(inputs, parts, strict=True)
             ]
         )
@@ -126,10 +107,10 @@ class Animate(Task):
         )
 
     def _segment(
-        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig
+        self, one: VisualInputs, encoders: Encoders
     ) -> tuple[Float32[np.ndarray, "Y X C"], SegmentInputs]:
         """Returns the pixels of the character and of one segment; other frames are not resized."""
-        length, factor = self.length(latent, vae), vae.spatial_factor
+        length = self.length(encoders.latent, encoders.vae)
         span = Segments(poses=length, length=length, overlap=self.overlap).span(one.segment)
         videos = {
             name: video[reflected(len(video), span.stop)[span]]
@@ -140,8 +121,8 @@ class Animate(Task):
         fitted = animate_inputs(
             one.image,
             **videos,
-            height=latent.rows * factor,
-            width=latent.columns * factor,
+            height=encoders.height,
+            width=encoders.width,
             face_size=self.face_size,
             fit=self.fit,
         )
@@ -153,13 +134,13 @@ class Animate(Task):
         one: VisualInputs,
         character: Float32[np.ndarray, "Y X C"],
         part: SegmentInputs,
-        vae: WanVaeConfig,
         encoders: Encoders,
     ) -> Float32[np.ndarray, "F y x O"]:
         """Returns mask and encoded pixels: the character, then the video of given frames."""
         previous = None if one.previous is None else one.previous * np.float32(2) - np.float32(1)
         video = part.condition_video(previous, self.overlap)
-        mask = part.condition_mask(self.overlap if one.segment else 0, factor=vae.spatial_factor)
+        overlap = self.overlap if one.segment else 0
+        mask = part.condition_mask(overlap, factor=encoders.vae.spatial_factor)
         latents = [encoders.video(character[None]), encoders.video(video)]
         return np.concatenate([mask, np.concatenate(latents)], axis=-1)
 
@@ -324,7 +305,7 @@ def animate_task(
     return Animate(
         overlap=overlap,
         face_size=face.size,
-        faces_at_once=motion_batch or face.batch,
+        face_batch=motion_batch or face.batch,
         clip=ClipPreprocessor.from_config(spec.image_processor or {}),
         clip_tokens=encoder.tokens,
         fit=fit,

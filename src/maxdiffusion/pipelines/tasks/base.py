@@ -94,10 +94,25 @@ class VisualInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoders:
-    """Encodes pixels on the devices: a video [F Y X 3] to latents, CLIP's pixels to tokens."""
+    """Encodes pixels on the devices: a video [F Y X 3] to latents, CLIP's pixels to tokens.
+
+    `latent` is the size of the videos that are made, `vae` that of the autoencoder.
+    """
 
     video: Callable[[Float[np.ndarray, "F Y X C"]], np.ndarray]
     image: Callable[[Float[np.ndarray, "B Y X C"]], np.ndarray]
+    latent: LatentShape
+    vae: WanVaeConfig
+
+    @property
+    def height(self) -> int:
+        """Height of the videos in pixels."""
+        return self.latent.rows * self.vae.spatial_factor
+
+    @property
+    def width(self) -> int:
+        """Width of the videos in pixels."""
+        return self.latent.columns * self.vae.spatial_factor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,10 +143,16 @@ class Conditions:
 class Task(ABC):
     """A kind of generation; `inputs` of a request are its visual conditions, one per video.
 
-    `pipeline` is the class that takes its arguments.
+    `pipeline` is the class that takes its arguments. A task `in_segments` makes a video in parts
+    that continue each other. The image encoder gives `clip_tokens` for each image; the motion
+    encoder reads `face_batch` faces at once. Both are 0 for a task that does not run them.
     """
 
     pipeline: ClassVar[str] = "WanPipeline"
+    in_segments: ClassVar[bool] = False
+
+    clip_tokens: int = 0
+    face_batch: int = 0
 
     @property
     def title(self) -> str:
@@ -141,7 +162,7 @@ class Task(ABC):
     @property
     def image_tokens(self) -> int:
         """Number of image tokens that the blocks of a video attend to."""
-        return 0
+        return self.clip_tokens * self.images
 
     @property
     def images(self) -> int:
@@ -152,16 +173,6 @@ class Task(ABC):
     def extra_frames(self) -> int:
         """Latent frames in front that are denoised and not decoded."""
         return 0
-
-    @property
-    def face_batch(self) -> int:
-        """Number of faces that the motion encoder reads at once; 0 for a task without faces."""
-        return 0
-
-    @property
-    def in_segments(self) -> bool:
-        """True if a video is made in segments that continue each other."""
-        return False
 
     def sampler(self, sampler: Sampler) -> Sampler:
         """Returns the sampler of the task, given that of a run from noise."""
@@ -178,13 +189,7 @@ class Task(ABC):
         return Conditioning()
 
     @abstractmethod
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
         """Returns the conditioning of a batch of videos, on the host."""
 
 
@@ -192,14 +197,8 @@ class Task(ABC):
 class TextToVideo(Task):
     """The prompt alone."""
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        del inputs, latent, vae, encoders
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
+        del inputs, encoders
         return Conditions(conditioning=Conditioning())
 
 

@@ -12,10 +12,10 @@ diffusers fails inside the model for the refused cases, or ignores the last imag
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, final
 
 import numpy as np
-from jaxtyping import Float
 
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
@@ -41,7 +41,6 @@ from maxdiffusion.pipelines.tasks.base import (
 )
 from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput
 from maxdiffusion.runtime.images import ImageSource, load_image
-from maxdiffusion.runtime.video import InputImage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +54,12 @@ class ImageToVideo(Task):
     last: bool = False
     fit: ImageFit = "stretch"
     clip: ClipPreprocessor | None = None
-    clip_tokens: int = 0
 
     pipeline: ClassVar[str] = "WanImageToVideoPipeline"
 
     @property
     def title(self) -> str:
         return "first and last image to video" if self.last else "image to video"
-
-    @property
-    def image_tokens(self) -> int:
-        return self.clip_tokens * self.images
 
     @property
     def images(self) -> int:
@@ -79,14 +73,8 @@ class ImageToVideo(Task):
         size = (videos, *video, MASK_CHANNELS + channels)
         return Conditioning(channels=shape_of(size))
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        channels: Any = np.stack([self._channels(one, latent, vae, encoders) for one in inputs])
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
+        channels: Any = np.stack([self._channels(one, encoders) for one in inputs])
         clip = self.clip
         tokens = None if clip is None else [tokens_of(one, clip, encoders) for one in inputs]
         return Conditions(
@@ -94,13 +82,13 @@ class ImageToVideo(Task):
             image_tokens=None if tokens is None else np.stack(tokens),
         )
 
-    def _channels(
-        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
-    ) -> np.ndarray:
+    def _channels(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
         assert one.image is not None
-        first = fitted(one.image, latent, vae, self.fit)
-        last = None if one.last_image is None else fitted(one.last_image, latent, vae, self.fit)
-        video = image_condition_video(first, last, vae.video_frames(latent.frames))
+        fitted = partial(fit_pixels, height=encoders.height, width=encoders.width, fit=self.fit)
+        first = fitted(one.image)
+        last = None if one.last_image is None else fitted(one.last_image)
+        latent = encoders.latent
+        video = image_condition_video(first, last, encoders.vae.video_frames(latent.frames))
         mask = first_frame_mask(latent.frames, latent.rows, latent.columns, last=self.last)
         return np.concatenate([mask, encoders.video(video)], axis=-1)
 
@@ -124,27 +112,12 @@ class FirstFrame(Task):
     def shapes(self, latent: LatentShape, videos: int) -> Conditioning:
         return Conditioning(known=shape_of((videos, *latent.with_frames(1).dims)))
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
         images = [one.image for one in inputs if one.image is not None]
         assert len(images) == len(inputs)
-        known: Any = np.stack(
-            [encoders.video(fitted(one, latent, vae, self.fit)[None]) for one in images]
-        )
+        fitted = partial(fit_pixels, height=encoders.height, width=encoders.width, fit=self.fit)
+        known: Any = np.stack([encoders.video(fitted(one)[None]) for one in images])
         return Conditions(conditioning=Conditioning(known=known))
-
-
-def fitted(
-    image: InputImage, latent: LatentShape, vae: WanVaeConfig, fit: ImageFit
-) -> Float[np.ndarray, "Y X 3"]:
-    """Returns the pixels of an image at the size of the video, in -1..1."""
-    factor = vae.spatial_factor
-    return fit_pixels(image, height=latent.rows * factor, width=latent.columns * factor, fit=fit)
 
 
 def tokens_of(one: VisualInputs, clip: ClipPreprocessor, encoders: Encoders) -> np.ndarray:

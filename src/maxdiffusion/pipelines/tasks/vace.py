@@ -71,30 +71,21 @@ class ControlToVideo(Task):
         scales = shape_of((len(self.scales),))
         return Conditioning(control=ControlInput(video=shape_of(size), scales=scales))
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
-        video: Any = np.stack([self._control(one, latent, vae, encoders) for one in inputs])
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
+        video: Any = np.stack([self._control(one, encoders) for one in inputs])
         scales: Any = np.asarray(self.scales, np.float32)
         control = ControlInput(video=video, scales=scales)
         return Conditions(conditioning=Conditioning(control=control))
 
-    def _control(
-        self, one: VisualInputs, latent: LatentShape, vae: WanVaeConfig, encoders: Encoders
-    ) -> np.ndarray:
+    def _control(self, one: VisualInputs, encoders: Encoders) -> np.ndarray:
         """Returns the control channels of one video."""
-        factor = vae.spatial_factor
         prepared = vace_inputs(
             one.video,
             one.mask,
             one.reference_images,
-            height=latent.rows * factor,
-            width=latent.columns * factor,
-            num_frames=vae.video_frames(latent.frames - self.references),
+            height=encoders.height,
+            width=encoders.width,
+            num_frames=encoders.vae.video_frames(encoders.latent.frames - self.references),
             fit=self.fit,
         )
         video = np.concatenate(

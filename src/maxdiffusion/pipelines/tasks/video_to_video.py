@@ -55,25 +55,15 @@ class VideoToVideo(Task):
     def encoded_frames(self, latent: LatentShape, vae: WanVaeConfig) -> tuple[int, ...]:
         return (vae.video_frames(latent.frames),)
 
-    def condition(
-        self,
-        inputs: Sequence[VisualInputs],
-        latent: LatentShape,
-        vae: WanVaeConfig,
-        encoders: Encoders,
-    ) -> Conditions:
+    def condition(self, inputs: Sequence[VisualInputs], encoders: Encoders) -> Conditions:
         if all(one.video is None for one in inputs):
             return Conditions(conditioning=Conditioning())
-        factor = vae.spatial_factor
-        size = {"height": latent.rows * factor, "width": latent.columns * factor}
+        frames = encoders.vae.video_frames(encoders.latent.frames)
         videos = [one.video for one in inputs if one.video is not None]
         assert len(videos) == len(inputs)
+        size = {"height": encoders.height, "width": encoders.width}
         encoded = [
-            encoders.video(
-                video_to_video_pixels(
-                    video[: vae.video_frames(latent.frames)], **size, fit=self.fit
-                )
-            )
+            encoders.video(video_to_video_pixels(video[:frames], **size, fit=self.fit))
             for video in videos
         ]
         return Conditions(conditioning=Conditioning(), source=np.stack(encoded))
