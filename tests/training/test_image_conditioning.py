@@ -21,6 +21,7 @@ from maxdiffusion.training.image_conditioning import (
     ImageChannels,
     KnownFirstFrame,
     NoImage,
+    NoisyClips,
     first_frames,
     image_conditioning,
 )
@@ -126,7 +127,8 @@ def test_gradients_reach_every_parameter(computed):
 
 def conditioned(image, key=KEY, clips=64):
     noisy, clean = (jax.random.normal(jax.random.key(n), (clips, 3, 2, 2, 4)) for n in (1, 2))
-    given = image(noisy, jnp.arange(1.0, 1 + clips), clean=clean, image=clean, key=key)
+    times = jnp.arange(1.0, 1 + clips)
+    given = image(NoisyClips(noisy=noisy, clean=clean, timestep=times, image=clean), key)
     return noisy, clean, given
 
 

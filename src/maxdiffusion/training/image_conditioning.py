@@ -29,6 +29,16 @@ GREY = 127.5  # of bytes: 0 in -1..1
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoisyClips:
+    """Clips of a batch with and without noise, their times, and encoded first frames, if stored."""
+
+    noisy: Float[Array, "B F Y X C"]
+    clean: Float[Array, "B F Y X C"]
+    timestep: Float[Array, " B"]
+    image: Float[Array, "B F Y X C"] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class ImageInput:
     """Conditioning of a batch, the frames that its loss counts (1), and the time of known ones."""
 
@@ -51,16 +61,8 @@ class ImageConditioning(ABC):
         """Returns the line of the start-up report."""
 
     @abstractmethod
-    def __call__(
-        self,
-        noisy: Float[Array, "B F Y X C"],
-        timestep_B: Float[Array, " B"],
-        *,
-        clean: Float[Array, "B F Y X C"],
-        image: Float[Array, "B F Y X C"] | None,
-        key: PRNGKeyArray,
-    ) -> ImageInput:
-        """Returns the conditioning of clips; `image` are encoded first frames that were stored."""
+    def __call__(self, clips: NoisyClips, key: PRNGKeyArray) -> ImageInput:
+        """Returns the conditioning of clips; `key` draws what is random in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,17 +72,9 @@ class NoImage(ImageConditioning):
     def describe(self) -> str:
         return "image conditioning: none (text to video)"
 
-    def __call__(
-        self,
-        noisy: Float[Array, "B F Y X C"],
-        timestep_B: Float[Array, " B"],
-        *,
-        clean: Float[Array, "B F Y X C"],
-        image: Float[Array, "B F Y X C"] | None,
-        key: PRNGKeyArray,
-    ) -> ImageInput:
-        del timestep_B, clean, image, key
-        return ImageInput(conditioning=Conditioning(), counted=jnp.ones(noisy.shape[:2]))
+    def __call__(self, clips: NoisyClips, key: PRNGKeyArray) -> ImageInput:
+        del key
+        return ImageInput(conditioning=Conditioning(), counted=jnp.ones(clips.noisy.shape[:2]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,23 +88,15 @@ class ImageChannels(ImageConditioning):
     def describe(self) -> str:
         return "image conditioning: mask and encoded first frame as channels, for every clip"
 
-    def __call__(
-        self,
-        noisy: Float[Array, "B F Y X C"],
-        timestep_B: Float[Array, " B"],
-        *,
-        clean: Float[Array, "B F Y X C"],
-        image: Float[Array, "B F Y X C"] | None,
-        key: PRNGKeyArray,
-    ) -> ImageInput:
-        del timestep_B, clean, key
-        assert image is not None, "encoded first frames are stored"
-        clips, frames, rows, columns, _ = noisy.shape
+    def __call__(self, clips: NoisyClips, key: PRNGKeyArray) -> ImageInput:
+        del key
+        assert clips.image is not None, "encoded first frames are stored"
+        count, frames, rows, columns, _ = clips.noisy.shape
         mask = jnp.asarray(first_frame_mask(frames, rows, columns))[None]
-        masks = jnp.broadcast_to(mask, (clips, *mask.shape[1:]))
-        channels = jnp.concatenate([masks, image], axis=-1)
+        masks = jnp.broadcast_to(mask, (count, *mask.shape[1:]))
+        channels = jnp.concatenate([masks, clips.image], axis=-1)
         return ImageInput(
-            conditioning=Conditioning(channels=channels), counted=jnp.ones(noisy.shape[:2])
+            conditioning=Conditioning(channels=channels), counted=jnp.ones((count, frames))
         )
 
 
@@ -133,22 +119,14 @@ class KnownFirstFrame(ImageConditioning):
             f"{100 * self.dropout:g} % of the clips are text to video"
         )
 
-    def __call__(
-        self,
-        noisy: Float[Array, "B F Y X C"],
-        timestep_B: Float[Array, " B"],
-        *,
-        clean: Float[Array, "B F Y X C"],
-        image: Float[Array, "B F Y X C"] | None,
-        key: PRNGKeyArray,
-    ) -> ImageInput:
-        del image
-        dropped_B = jax.random.bernoulli(key, self.dropout, timestep_B.shape)
-        known = jnp.where(dropped_B[:, None, None, None, None], noisy[:, :1], clean[:, :1])
+    def __call__(self, clips: NoisyClips, key: PRNGKeyArray) -> ImageInput:
+        noisy = clips.noisy
+        dropped_B = jax.random.bernoulli(key, self.dropout, clips.timestep.shape)
+        known = jnp.where(dropped_B[:, None, None, None, None], noisy[:, :1], clips.clean[:, :1])
         return ImageInput(
             conditioning=Conditioning(known=known),
             counted=jnp.ones(noisy.shape[:2]).at[:, 0].set(dropped_B.astype(jnp.float32)),
-            known_timestep=jnp.where(dropped_B, timestep_B, 0.0),
+            known_timestep=jnp.where(dropped_B, clips.timestep, 0.0),
         )
 
 

@@ -26,7 +26,12 @@ from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.transformer import BlockStep
-from maxdiffusion.training.image_conditioning import ImageConditioning, ImageInput, NoImage
+from maxdiffusion.training.image_conditioning import (
+    ImageConditioning,
+    ImageInput,
+    NoImage,
+    NoisyClips,
+)
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
@@ -351,13 +356,13 @@ class WanLoss:
         return jnp.mean(losses * self.weighting(levels)), BucketLosses.of(losses, levels)
 
     def _image(self, sample: NoisySample, batch: ClipBatch, key: PRNGKeyArray) -> ImageInput:
-        return self.image(
-            sample.latents,
-            timestep_of(sample.level),
+        clips = NoisyClips(
+            noisy=sample.latents,
             clean=jnp.asarray(batch.latents, jnp.float32),
+            timestep=timestep_of(sample.level),
             image=None if batch.image is None else jnp.asarray(batch.image, jnp.float32),
-            key=jax.random.fold_in(key, IMAGE_STREAM),
         )
+        return self.image(clips, jax.random.fold_in(key, IMAGE_STREAM))
 
     def _velocity(self, model: Any, sample: NoisySample, image: ImageInput, rows: Array) -> Array:
         text = model.text_keys_values(rows.astype(model.dtype), layout=self.layout)
