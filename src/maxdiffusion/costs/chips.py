@@ -22,28 +22,37 @@ class Chip:
 
     `usable_hbm_bytes` is the limit that libtpu 0.0.42 sets. `flops_per_cycle` counts bfloat16.
     `mxu_depth` is the length of a dot product that fills the MXU. `link_bandwidth` is one way over
-    one link between neighbouring chips, `core_bandwidth` one way between the two devices of a chip.
-    A side of the torus has a wraparound link from `wrap_from` chips on. `clock_share` is the clock
-    that times are computed at, as a share of that of the stated peak; `unpinned_share` is the one
-    that a job gets under power management, None where no measurement is known.
+    one link between neighbouring chips; between the two devices of a chip it is `core_links` times
+    that. A side of the torus has a wraparound link from `wrap_from` chips on. `clock_share` is the
+    clock that times are computed at, as a share of that of the stated peak; `unpinned_share` is the
+    one that a job gets under power management, None where no measurement is known.
     """
 
     name: str
     title: str
-    devices_per_chip: int
     bf16_flops: float
     hbm_bytes: int
     usable_hbm_bytes: int
     hbm_bandwidth: float
-    vmem_bytes: int
     flops_per_cycle: int
     mxu_depth: int
     link_bandwidth: float
-    core_bandwidth: float
     wrap_from: int
     sources: tuple[str, ...]
+    devices_per_chip: int = 1
+    core_links: int = 1
     unpinned_share: float | None = None
     clock_share: float = 1.0
+
+    @property
+    def vmem_bytes(self) -> int:
+        """Returns the size of VMEM."""
+        return VMEM_BYTES[self.name]
+
+    @property
+    def core_bandwidth(self) -> float:
+        """Returns the bandwidth one way between the two devices of a chip."""
+        return self.core_links * self.link_bandwidth
 
     @property
     def clock_hz(self) -> float:
@@ -99,11 +108,10 @@ CHIPS: dict[str, Chip] = {
             hbm_bytes=96 * GIB,
             usable_hbm_bytes=int(94.75 * GIB),
             hbm_bandwidth=3690e9,
-            vmem_bytes=VMEM_BYTES["tpu7x"],
             flops_per_cycle=_TWO_LARGE_MXUS,
             mxu_depth=256,
             link_bandwidth=100e9,
-            core_bandwidth=600e9,
+            core_links=6,
             wrap_from=4,
             sources=(
                 f"{_CLOUD}/tpu7x: per chip 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, "
@@ -117,48 +125,39 @@ CHIPS: dict[str, Chip] = {
         Chip(
             name="v6e",
             title="TPU v6e (Trillium)",
-            devices_per_chip=1,
             bf16_flops=918e12,
             hbm_bytes=32 * GIB,
             usable_hbm_bytes=int(31.25 * GIB),
             hbm_bandwidth=1638e9,
-            vmem_bytes=VMEM_BYTES["v6e"],
             flops_per_cycle=_TWO_LARGE_MXUS,
             mxu_depth=256,
             link_bandwidth=100e9,
-            core_bandwidth=100e9,
             wrap_from=16,
             sources=(f"{_CLOUD}/v6e: 918 TFLOP/s bf16, 32 GB, 1638 GB/s, 800 GB/s over 4 links",),
         ),
         Chip(
             name="v5p",
             title="TPU v5p",
-            devices_per_chip=1,
             bf16_flops=459e12,
             hbm_bytes=95 * GIB,
             usable_hbm_bytes=int(95.74 * GIB),  # more than the published 95 GB, in whole GiB
             hbm_bandwidth=2765e9,
-            vmem_bytes=VMEM_BYTES["v5p"],
             flops_per_cycle=2 * _FOUR_SMALL_MXUS,
             mxu_depth=128,
             link_bandwidth=100e9,
-            core_bandwidth=100e9,
             wrap_from=4,
             sources=(f"{_CLOUD}/v5p: 459 TFLOP/s bf16, 95 GB, 2765 GB/s, 1200 GB/s over 6 links",),
         ),
         Chip(
             name="v5e",
             title="TPU v5e",
-            devices_per_chip=1,
             bf16_flops=197e12,
             hbm_bytes=16 * GIB,
             usable_hbm_bytes=int(15.75 * GIB),
             hbm_bandwidth=819e9,
-            vmem_bytes=VMEM_BYTES["v5e"],
             flops_per_cycle=_FOUR_SMALL_MXUS,
             mxu_depth=128,
             link_bandwidth=50e9,
-            core_bandwidth=50e9,
             wrap_from=16,
             sources=(f"{_CLOUD}/v5e: 197 TFLOP/s bf16, 16 GB, 819 GB/s, 400 GB/s over 4 links",),
         ),
