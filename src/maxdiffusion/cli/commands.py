@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from maxdiffusion.cli.entry import Command, with_config
+from maxdiffusion.cli.entry import Command, Work, with_config
 from maxdiffusion.config import ParsedConfig
 from maxdiffusion.errors import Problem, ProblemsFound
 
@@ -169,21 +169,42 @@ def plan_fleet(arguments: Sequence[str]) -> None:
         draw_plan(request, Path(request.plot))
 
 
-GENERATE = Command(
+def config_command(
+    *,
+    name: str,
+    summary: str,
+    example: str,
+    run: Work,
+    common: tuple[str, ...],
+    arguments: str = CONFIG_ARGUMENTS,
+    options: str = "",
+    note: str = "",
+) -> Command:
+    """Returns a command that takes a config and overrides; `options` are its own among these."""
+    details = [CONFIG_DETAILS.format(example=example), options, f"{note} {ALL_KEYS}".strip()]
+    return Command(
+        name=name,
+        summary=summary,
+        arguments=arguments,
+        details="\n\n".join(filter(None, details)),
+        run=with_config(run),
+        common=common,
+    )
+
+
+GENERATE = config_command(
     name="generate_wan",
     summary="Makes videos.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n\n{ALL_KEYS}",
-    run=with_config(generate),
+    example="wan_tiny.yml",
+    run=generate,
     common=("pretrained_model_name_or_path", *SAMPLING, "output_dir", *DEVICES),
 )
-ANIMATE = Command(
+ANIMATE = config_command(
     name="generate_wan_animate",
     summary="Makes a character move as in a video, or replaces a person by it (WAN 2.2 Animate).",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='base_wan_animate.yml')}\n\n"
-    f"generate_wan does the same with this config. {ALL_KEYS}",
-    run=with_config(generate),
+    example="base_wan_animate.yml",
+    note="generate_wan does the same with this config.",
+    run=generate,
     common=(
         *("pretrained_model_name_or_path", "prompt", "seed", "height", "width"),
         *("mode", "reference_image_path", "pose_video_path", "face_video_path"),
@@ -192,87 +213,70 @@ ANIMATE = Command(
         *("num_inference_steps", "output_dir", *DEVICES),
     ),
 )
-SERVE = Command(
+SERVE = config_command(
     name="serve_wan",
     summary="Serves videos over HTTP: the videos API of the openai package, and a page.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n\n"
-    f"docs/serving.md explains the server. {ALL_KEYS}",
-    run=with_config(serve),
+    example="wan_tiny.yml",
+    note="docs/serving.md explains the server.",
+    run=serve,
     common=(
         *("serve_host", "serve_port", "serve_dir", "serve_sizes", "serve_other_sizes"),
         *("serve_keys_file", "output_dir", "aot_cache_dir"),
     ),
 )
-TRAIN = Command(
+TRAIN = config_command(
     name="train_wan",
     summary="Trains a WAN model. The same command continues an interrupted run.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
-    f"docs/training.md explains training. {ALL_KEYS}",
-    run=with_config(train),
+    example="train_embedded.yml",
+    note="docs/training.md explains training.",
+    run=train,
     common=TRAINING,
 )
-TRAIN_VAE = Command(
+TRAIN_VAE = config_command(
     name="train_wan_vae",
     summary="Trains the autoencoder of a WAN model. The same command continues an interrupted run.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
-    f"docs/training.md explains training. {ALL_KEYS}",
-    run=with_config(train_vae),
+    example="train_embedded.yml",
+    note="docs/training.md explains training.",
+    run=train_vae,
     common=TRAINING,
 )
-PREPROCESS = Command(
+PREPROCESS = config_command(
     name="preprocess_wan",
     summary="Encodes training clips: writes latents and text embeddings to latent_cache_dir, where "
     "train_wan\nfinds them. The same command continues an interrupted run.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='train_embedded.yml')}\n\n"
-    f"docs/training.md explains training. {ALL_KEYS}",
-    run=with_config(preprocess),
-    common=(
-        "pretrained_model_name_or_path",
-        "dataset_type",
-        "train_data_dir",
-        "latent_cache_dir",
-        "num_frames",
-        "height",
-        "width",
-    ),
+    example="train_embedded.yml",
+    note="docs/training.md explains training.",
+    run=preprocess,
+    common=(*TRAINING[:4], "num_frames", "height", "width"),
 )
-PREFLIGHT = Command(
+PREFLIGHT = config_command(
     name="preflight_wan",
     summary="Reports how a job will run on a TPU slice: memory, collectives, predicted time. "
     "Needs no TPU.",
     arguments="CONFIG topology=NAME [key=value ...]",
-    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n"
-    """
+    example="base_wan_27b.yml",
+    options="""\
   topology=tpu7x:2x2x1            the TPU slice to compile for
   report=preflight.json           writes the report as JSON too
   compare='["ulysses_custom", "ulysses_ring_custom:2x2"]'
                                   ranks attentions and splits of the context
   aot_cache_dir=programs          stores the programs for generate_wan with the same key
-  scan_cp=4,8,16,32               estimates the cost for context sizes; compiles nothing
-
-"""
-    f"docs/preflight.md explains the report. {ALL_KEYS}",
-    run=with_config(preflight),
+  scan_cp=4,8,16,32               estimates the cost for context sizes; compiles nothing""",
+    note="docs/preflight.md explains the report.",
+    run=preflight,
     common=("topology", "report", "compare", "scan_cp", "aot_cache_dir", *SAMPLING[2:], *DEVICES),
 )
-TUNE = Command(
+TUNE = config_command(
     name="tune_attention",
     summary="Finds the best block sizes of a job's attention kernels.",
     arguments="CONFIG [topology=NAME] [key=value ...]",
-    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n"
-    """
+    example="base_wan_27b.yml",
+    options="""\
   topology=tpu7x:2x2x1            ranks block sizes by their machine code; without it they are
                                   timed on this machine's devices
   tile_search_out=FOLDER          a table of all candidates, where a later run resumes, and plots
-  tuned_blocks_file=FILE          stores the best block sizes; jobs with the same key use them
-
-"""
-    f"{ALL_KEYS}",
-    run=with_config(tune),
+  tuned_blocks_file=FILE          stores the best block sizes; jobs with the same key use them""",
+    run=tune,
     common=(
         *("topology", "tile_search_out", "tuned_blocks_file"),
         *("tile_search_mode", "tile_search_iters"),
@@ -280,14 +284,13 @@ TUNE = Command(
         *DEVICES,
     ),
 )
-CALIBRATE = Command(
+CALIBRATE = config_command(
     name="calibrate_cache",
     summary="Measures the ratios that MagCache skips steps by, over the prompts of a job.\n"
     "Writes them to output_dir/mag_ratios.yml.",
-    arguments=CONFIG_ARGUMENTS,
-    details=f"{CONFIG_DETAILS.format(example='base_wan_27b.yml')}\n\n"
-    f"docs/sampling.md explains step caches. {ALL_KEYS}",
-    run=with_config(calibrate),
+    example="base_wan_27b.yml",
+    note="docs/sampling.md explains step caches.",
+    run=calibrate,
     common=(*SAMPLING, "prompts_file", "flow_shift", "output_dir", *DEVICES),
 )
 READ_PROFILE = Command(
