@@ -369,36 +369,22 @@ def plan_attention(
     name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
 ) -> AttentionPlan:
     """Returns the plan of `name` for tokens that attend to tokens of the same split sequence."""
-    options = options or AttentionOptions()
-    runs, note = _runs_as(name, problem, options)
-    problem = problem.on_mesh(mesh)
-    op = ATTENTION_OPS[runs]
-    scheme = op.scheme.for_mesh(problem, options)
-    backend = op.self_backend(scheme.local_problem(problem.shard), options)
-    return _checked(
-        AttentionPlan(
-            name=name,
-            runs=runs,
-            note=note,
-            problem=problem,
-            mesh=mesh,
-            scheme=scheme,
-            backend=backend,
-            fused=_fuses(scheme, backend, problem, mesh),
-        )
-    )
+    return _plan(name, problem.on_mesh(mesh), mesh, options or AttentionOptions())
 
 
 def plan_cross_attention(
     name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions | None = None
 ) -> AttentionPlan:
     """Returns the plan of `name` for split tokens that attend to a replicated text."""
-    options = options or AttentionOptions()
+    replicated = problem.on_mesh(mesh, replicated_kv=True)
+    return _plan(name, replicated, mesh, options or AttentionOptions())
+
+
+def _plan(
+    name: str, problem: AttentionProblem, mesh: Mesh, options: AttentionOptions
+) -> AttentionPlan:
     runs, note = _runs_as(name, problem, options)
-    problem = problem.on_mesh(mesh, replicated_kv=True)
-    op = ATTENTION_OPS[runs]
-    scheme = op.scheme.for_replicated_kv(problem, options)
-    backend = op.cross_backend(scheme.local_problem(problem.shard), options)
+    scheme, backend = ATTENTION_OPS[runs].resolve(problem, options)
     return _checked(
         AttentionPlan(
             name=name,

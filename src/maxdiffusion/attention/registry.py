@@ -21,7 +21,7 @@ from maxdiffusion.attention.context_parallel import (
     Ulysses,
 )
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import LocalProblem
+from maxdiffusion.attention.problem import AttentionProblem, LocalProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,16 @@ class AttentionOp:
     softmax: Softmax = Softmax.ONLINE
     precision: Precision = Precision.NATIVE
     dense_below_min_seq_length: bool = False
+
+    def resolve(
+        self, problem: AttentionProblem, options: AttentionOptions
+    ) -> tuple[ContextParallel, AnyBackend]:
+        """Returns the scheme and the backend of a problem that is split over a mesh."""
+        if problem.replicated_kv:
+            scheme = self.scheme.for_replicated_kv(problem, options)
+            return scheme, self.cross_backend(scheme.local_problem(problem.shard), options)
+        scheme = self.scheme.for_mesh(problem, options)
+        return scheme, self.self_backend(scheme.local_problem(problem.shard), options)
 
     def self_backend(self, problem: LocalProblem, options: AttentionOptions) -> AnyBackend:
         """Returns the backend for tokens that attend to tokens."""

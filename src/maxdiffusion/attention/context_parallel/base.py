@@ -186,10 +186,9 @@ class LocalKV(ContextParallel):
         return "none (keys are local)"
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
-class AllGatherKV(ContextParallel):
-    """Gathers all keys and values on every device, which then attends alone."""
+class SplitKV(ContextParallel):
+    """Base of the schemes that send keys and values over the `degree` devices of `axes`."""
 
     axes: tuple[str, ...] = CONTEXT_AXES
     degree: int = 1
@@ -198,6 +197,12 @@ class AllGatherKV(ContextParallel):
         """Returns this scheme with its degree, or `LocalKV` for a degree of 1."""
         degree = axes_size(problem.mesh, self.axes)
         return LocalKV() if degree == 1 else replace(self, degree=degree)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class AllGatherKV(SplitKV):
+    """Gathers all keys and values on every device, which then attends alone."""
 
     def attend(
         self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend

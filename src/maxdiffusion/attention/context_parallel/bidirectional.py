@@ -10,7 +10,7 @@ calls, against R - 1 hops of a ring whose closing link, without a wrap-around, i
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import final
 
 import jax
@@ -18,32 +18,22 @@ from jaxtyping import Array, Bool, Int
 
 from maxdiffusion.attention.backends import AnyBackend
 from maxdiffusion.attention.backends.base import Keys, Queries, output
-from maxdiffusion.attention.context_parallel.base import Collective, ContextParallel, LocalKV
+from maxdiffusion.attention.context_parallel.base import Collective, SplitKV
 from maxdiffusion.attention.context_parallel.ring import (
     RingReducer,
     ppermute_columns,
     reduction_collectives,
 )
-from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem, axes_size
+from maxdiffusion.attention.problem import KVMask, LocalProblem
 from maxdiffusion.kernels.reference import Partials
-from maxdiffusion.mesh import CONTEXT_AXES
 
 Stream = tuple[Array, Array]
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BidirectionalRing(ContextParallel):
+class BidirectionalRing(SplitKV):
     """Sends k and v up and down a line of `degree` devices, without a closing link."""
-
-    axes: tuple[str, ...] = CONTEXT_AXES
-    degree: int = 1
-
-    def for_mesh(self, problem: AttentionProblem, options: AttentionOptions) -> ContextParallel:
-        """Returns this scheme with its degree, or `LocalKV` for a degree of 1."""
-        degree = axes_size(problem.mesh, self.axes)
-        return LocalKV() if degree == 1 else replace(self, degree=degree)
 
     def attend(
         self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend

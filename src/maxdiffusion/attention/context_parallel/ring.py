@@ -4,7 +4,7 @@ Its gradient rotates the keys once more, together with their own gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import jax
@@ -13,17 +13,13 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from maxdiffusion.attention.backends import AnyBackend, Reducer
 from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries, output
-from maxdiffusion.attention.context_parallel.base import Collective, ContextParallel, LocalKV
-from maxdiffusion.attention.options import AttentionOptions
+from maxdiffusion.attention.context_parallel.base import Collective, SplitKV
 from maxdiffusion.attention.problem import (
-    AttentionProblem,
     KVMask,
     LocalKVMask,
     LocalProblem,
-    axes_size,
 )
 from maxdiffusion.kernels.reference import Partials
-from maxdiffusion.mesh import CONTEXT_AXES
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 Mask = Bool[Array, "B _"]
@@ -85,16 +81,8 @@ class RingReducer(Reducer):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ring(ContextParallel):
+class Ring(SplitKV):
     """Sends k and v over `degree` - 1 hops; each is issued before the kernel that can hide it."""
-
-    axes: tuple[str, ...] = CONTEXT_AXES
-    degree: int = 1
-
-    def for_mesh(self, problem: AttentionProblem, options: AttentionOptions) -> ContextParallel:
-        """Returns this scheme with its degree, or `LocalKV` for a degree of 1."""
-        degree = axes_size(problem.mesh, self.axes)
-        return LocalKV() if degree == 1 else replace(self, degree=degree)
 
     def attend(
         self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
