@@ -9,8 +9,7 @@ import pytest
 
 from maxdiffusion.diffusion import UniPC, step_row
 from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
-from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM, step_noise
+from maxdiffusion.diffusion.flow_match import FlowMatchEuler, FlowMatchLCM, step_noise
 from maxdiffusion.errors import ProblemsFound
 
 pytestmark = pytest.mark.slow

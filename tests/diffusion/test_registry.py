@@ -13,8 +13,7 @@ from maxdiffusion.diffusion import (
     step_row,
 )
 from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
-from maxdiffusion.diffusion.flow_match_euler import EulerState, FlowMatchEuler
-from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM
+from maxdiffusion.diffusion.flow_match import EulerState, FlowMatchEuler, FlowMatchLCM
 from maxdiffusion.diffusion.registry import SAMPLERS, SamplerEntry
 from maxdiffusion.errors import ProblemsFound
 

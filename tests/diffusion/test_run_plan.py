@@ -3,7 +3,7 @@
 import pytest
 
 from maxdiffusion.diffusion import UniPC
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
+from maxdiffusion.diffusion.flow_match import FlowMatchEuler
 from maxdiffusion.diffusion.guidance import ClassifierFree, GuidanceScales, Unguided, plan_run
 from maxdiffusion.errors import ProblemsFound
 

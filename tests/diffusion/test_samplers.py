@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from maxdiffusion.diffusion import UniPC, step_row
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
+from maxdiffusion.diffusion.flow_match import FlowMatchEuler
 from maxdiffusion.errors import ProblemsFound
 
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "scheduler.npz")

@@ -6,7 +6,7 @@ import pytest
 from diffusers import FlowMatchEulerDiscreteScheduler
 
 from maxdiffusion.diffusion import Sampler, from_scheduler_config, step_row
-from maxdiffusion.diffusion.flow_match_lcm import FlowMatchLCM
+from maxdiffusion.diffusion.flow_match import FlowMatchLCM
 from tests.oracle.arrays import normal
 from tests.oracle.samplers import dpm, given_noise, lcm, stochastic_euler
 from tests.oracle.schedulers import Scheduler, trajectory

@@ -14,22 +14,21 @@ start at the shifted 0.999, where UniPC starts at 1.
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from maxdiffusion.diffusion.sampler import (
     Latents,
-    Sampler,
+    MultistepSampler,
     Schedule,
     Seeds,
+    Weight,
+    log_snr,
     shifted,
     short_of_noise,
 )
-
-Weight = Any
-"""A number on host or device: of one step, or of all steps stacked."""
 
 
 class DpmState(NamedTuple):
@@ -49,29 +48,15 @@ class DpmCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DpmPlusPlus2M(Sampler):
+class DpmPlusPlus2M(MultistepSampler):
     """Samples a flow model with the midpoint rule over two data predictions."""
 
-    @functools.cached_property
-    def _all_levels(self) -> Schedule:
+    def levels(self) -> Schedule:
+        """Returns the noise level before every step of the whole schedule."""
         if self.custom_sigmas is not None:
             return short_of_noise(shifted(np.asarray(self.custom_sigmas), self.shift))
         data = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)
         return shifted(1.0 - data, self.shift)[:0:-1]
-
-    @functools.cached_property
-    def _levels(self) -> Schedule:
-        return self._all_levels[self.first_step :]
-
-    @functools.cached_property
-    def timesteps(self) -> Schedule:
-        """The model's timesteps: noise levels times `train_timesteps`, truncated to integers."""
-        return (self._levels * self.train_timesteps).astype(np.int64)
-
-    @functools.cached_property
-    def sigmas(self) -> Schedule:
-        """The noise levels, ending at 0."""
-        return np.append(self._levels, 0).astype(np.float32)
 
     @functools.cached_property
     def coefficients(self) -> DpmCoefficients:
@@ -100,8 +85,7 @@ class DpmPlusPlus2M(Sampler):
 def dpm_coefficients(sigmas: Schedule) -> DpmCoefficients:
     """Returns the rows of all steps between the given noise levels, computed in float64."""
     levels = sigmas.astype(np.float64)
-    with np.errstate(divide="ignore"):  # the last level is 0, its lambda +inf
-        lambdas = np.log(1 - levels) - np.log(levels)
+    lambdas = log_snr(levels)
     widths = np.diff(lambdas)
     pull = -(1 - levels[1:]) * np.expm1(-widths)
     slopes = np.zeros_like(widths)

@@ -140,7 +140,7 @@ SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="euler",
         diffusers_class=_EULER,
-        load=_class_in("flow_match_euler", "FlowMatchEuler"),
+        load=_class_in("flow_match", "FlowMatchEuler"),
         shift_name="shift",
         settings=_FLOW_MATCH,
         selector=_off("stochastic_sampling"),
@@ -161,7 +161,7 @@ SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="lcm",
         diffusers_class="FlowMatchLCMScheduler",
-        load=_class_in("flow_match_lcm", "FlowMatchLCM"),
+        load=_class_in("flow_match", "FlowMatchLCM"),
         shift_name="shift",
         settings=(
             *_FLOW_MATCH,
@@ -171,7 +171,7 @@ SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="euler_stochastic",
         diffusers_class=_EULER,
-        load=_class_in("flow_match_lcm", "FlowMatchLCM"),
+        load=_class_in("flow_match", "FlowMatchLCM"),
         shift_name="shift",
         settings=_FLOW_MATCH,
         selector=Setting(name="stochastic_sampling", default=False, supported=(True,)),

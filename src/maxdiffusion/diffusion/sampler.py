@@ -10,6 +10,7 @@ Everything that depends on the step alone is computed in float64 on the host. `a
 row of its step as arrays, so that one compiled step serves every step of every schedule.
 """
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ from maxdiffusion.errors import Problem, ProblemsFound
 Latents = Float[Array, "..."]
 Schedule = Num[np.ndarray, "..."]
 """One number per step, or per noise level."""
+Weight = Any
+"""A number on host or device: of one step, or of all steps stacked."""
 Seeds = UInt32[Array | np.ndarray, " B"]
 """The seed of every video, for samplers that draw noise at each step."""
 
@@ -77,6 +80,29 @@ class Sampler(ABC):
         """Returns the state after one step, given the model's velocity and the step's row."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MultistepSampler(Sampler):
+    """Base of the solvers that step over lambda, the log of the signal-to-noise ratio."""
+
+    @abstractmethod
+    def levels(self) -> Schedule:
+        """Returns the noise level before every step of the whole schedule."""
+
+    @functools.cached_property
+    def _levels(self) -> Schedule:
+        return self.levels()[self.first_step :]
+
+    @functools.cached_property
+    def timesteps(self) -> Schedule:
+        """The model's timesteps: noise levels times `train_timesteps`, truncated to integers."""
+        return (self._levels * self.train_timesteps).astype(np.int64)
+
+    @functools.cached_property
+    def sigmas(self) -> Schedule:
+        """The noise levels, ending at 0."""
+        return np.append(self._levels, 0).astype(np.float32)
+
+
 def step_row(coefficients: Any, step: int | jax.Array) -> Any:
     """Returns the row of one step, from the stacked rows of all steps."""
     return jax.tree.map(lambda stacked: stacked[step], coefficients)
@@ -85,6 +111,12 @@ def step_row(coefficients: Any, step: int | jax.Array) -> Any:
 def shifted(sigmas: Schedule, shift: float) -> Schedule:
     """Returns noise levels moved towards 1 by `shift`; 0 and 1 stay as they are."""
     return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
+
+
+def log_snr(levels: Schedule) -> Schedule:
+    """Returns lambda = log(alpha / sigma) of noise levels that end at 0, where it is +inf."""
+    with np.errstate(divide="ignore"):
+        return np.asarray(np.log(1 - levels) - np.log(levels))
 
 
 def short_of_noise(levels: Schedule) -> Schedule:

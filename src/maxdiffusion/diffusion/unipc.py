@@ -12,7 +12,7 @@ The first step has nothing to correct; the first and the last predictor are of o
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +20,14 @@ import numpy as np
 
 from maxdiffusion.diffusion.sampler import (
     Latents,
-    Sampler,
+    MultistepSampler,
     Schedule,
     Seeds,
+    Weight,
+    log_snr,
     shifted,
     short_of_noise,
 )
-
-Weight = Any
-"""A number on host or device: of one step, or of all steps stacked."""
 
 
 class UniPCState(NamedTuple):
@@ -70,24 +69,14 @@ class UniPCCoefficients(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class UniPC(Sampler):
+class UniPC(MultistepSampler):
     """Samples a flow model with a predictor and a corrector per step."""
 
-    @functools.cached_property
-    def _levels(self) -> Schedule:
+    def levels(self) -> Schedule:
+        """Returns the noise level before every step of the whole schedule."""
         even = np.linspace(1, 1 / self.train_timesteps, self.steps + 1)[:-1]
         before = even if self.custom_sigmas is None else np.asarray(self.custom_sigmas)
-        return short_of_noise(shifted(before, self.shift))[self.first_step :]
-
-    @functools.cached_property
-    def timesteps(self) -> Schedule:
-        """The model's timesteps: noise levels times `train_timesteps`, truncated to integers."""
-        return (self._levels * self.train_timesteps).astype(np.int64)
-
-    @functools.cached_property
-    def sigmas(self) -> Schedule:
-        """The noise levels, ending at 0."""
-        return np.append(self._levels, 0).astype(np.float32)
+        return short_of_noise(shifted(before, self.shift))
 
     @functools.cached_property
     def coefficients(self) -> UniPCCoefficients:
@@ -125,8 +114,7 @@ class UniPC(Sampler):
 def unipc_coefficients(sigmas: Schedule) -> UniPCCoefficients:
     """Returns the rows of all steps between the given noise levels, computed in float64."""
     levels = sigmas.astype(np.float64)
-    with np.errstate(divide="ignore"):  # the last level is 0, its lambda +inf
-        lambdas = np.log(1 - levels) - np.log(levels)
+    lambdas = log_snr(levels)
     steps = len(levels) - 1
     orders = [min(2, step + 1, steps - step) for step in range(steps)]
     correctors = [_no_correction()]

@@ -10,7 +10,7 @@ from maxdiffusion.diffusion.caches.magcache import (
     interleaved_means,
     published_ratios,
 )
-from maxdiffusion.diffusion.flow_match_euler import FlowMatchEuler
+from maxdiffusion.diffusion.flow_match import FlowMatchEuler
 from maxdiffusion.diffusion.guidance import GuidanceScales, plan_run
 from maxdiffusion.errors import ProblemsFound
 
