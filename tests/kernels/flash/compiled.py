@@ -92,13 +92,13 @@ def compiled_bytes(plan: KernelPlan, device: Any) -> int:
 
     keys = array(shape.batch, shape.kv_len, shape.kv_heads, shape.head_dim)
     rows = -(-shape.kv_len // 32) * 32 // plan.keys_per_row
-    words = array(shape.batch, rows, shape.kv_heads, plan.product_depth, dtype="int32")
+    packed = array(shape.batch, rows, shape.kv_heads, plan.product_depth, dtype="int32")
     per_head = (shape.batch, shape.heads)
     per_query = (shape.batch, shape.q_len, shape.heads)
     arguments = (
         (
             array(shape.batch, shape.q_len, shape.heads, shape.head_dim),
-            words if plan.fp8 else keys,
+            packed if plan.fp8 else keys,
             keys,
         ),
         array(shape.batch, dtype="int32") if plan.lengths else None,

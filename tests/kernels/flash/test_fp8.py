@@ -1,4 +1,4 @@
-"""Q.K^T in float8: exact for the pieces it multiplies, and as lossy as documented for q and k."""
+"""Q.K^T in float8: exact for the split keys, and as lossy as documented for q and k."""
 
 from dataclasses import replace
 
@@ -22,9 +22,9 @@ from maxdiffusion.kernels.flash.fp8 import (
     FP8,
     fp8_keys,
     fp8_queries,
+    hi_lo_split,
     inverse,
     power_of_two,
-    two_pieces,
 )
 from maxdiffusion.kernels.tpu import BlockSizes
 from tests.kernels.flash.cases import Case, error, run, small_blocks, tolerance
@@ -44,16 +44,16 @@ CASES = {
 }
 
 
-def from_words(words: jax.Array) -> jax.Array:
-    """Returns the pieces of every key, and of those that fill them up."""
-    fours = jnp.moveaxis(jax.lax.bitcast_convert_type(words, FP8), -1, 2)
-    return fours.reshape(len(words), -1, *words.shape[2:])
+def unpacked(packed: jax.Array) -> jax.Array:
+    """Returns hi and lo of every key, padding included."""
+    fours = jnp.moveaxis(jax.lax.bitcast_convert_type(packed, FP8), -1, 2)
+    return fours.reshape(len(packed), -1, *packed.shape[2:])
 
 
 def as_multiplied(case: Case, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Returns q and k as the kernel multiplies them, in float32."""
-    words, scale = fp8_keys(k, attended_keys(**case.selection(), keys=k.shape[1]), interpret=True)
-    high, low = jnp.split(from_words(words)[:, : k.shape[1]].astype(jnp.float32), 2, axis=3)
+    packed, scale = fp8_keys(k, attended_keys(**case.selection(), keys=k.shape[1]), interpret=True)
+    high, low = jnp.split(unpacked(packed)[:, : k.shape[1]].astype(jnp.float32), 2, axis=3)
     factor = case.options.exponent.per_nat * case.head_dim**-0.5
     columns = (q.astype(jnp.float32) * factor).reshape(-1, case.head_dim).T
     halves, q_scale = fp8_queries(columns)
@@ -72,7 +72,7 @@ def test_equals_dense_attention_of_the_rounded_q_and_k(name: str) -> None:
     assert jnp.array_equal(out, run(case, q, k, v))
 
 
-def test_pieces_are_as_close_as_they_say() -> None:
+def test_the_split_is_as_close_as_documented() -> None:
     case = Case(options=OPTIONS)
     q, k, _ = case.arrays()
     k = k.at[:, 3, 0].mul(200.0).at[:, :, :, 5].mul(30.0)
@@ -87,19 +87,19 @@ def test_pieces_are_as_close_as_they_say() -> None:
 
 
 @pytest.mark.parametrize("keys", [1, 37, 64, 300])
-def test_one_pass_gives_the_pieces_of_plain_code(keys: int) -> None:
+def test_the_pallas_pass_gives_the_split_of_xla(keys: int) -> None:
     k = jax.random.normal(jax.random.key(keys), (2, keys, 3, 128)).astype(jnp.bfloat16)
     k = k.at[:, -1, 1].set(jnp.nan).at[:, -1, 2].set(1e30)  # nobody attends to the last key
     attended = jnp.arange(keys) < max(1, keys - 1)
     k = k if keys > 1 else jnp.ones_like(k)
     attended = jnp.broadcast_to(attended, (2, keys))
-    words, scale = fp8_keys(k, attended, interpret=True)
+    packed, scale = fp8_keys(k, attended, interpret=True)
     wide = k.astype(jnp.float32)
     mean = jnp.sum(jnp.where(attended[:, :, None, None], wide, 0), 1) / jnp.sum(attended[0]).astype(
         jnp.float32
     )
-    plain = two_pieces((wide - mean[:, None]) / scale[:, None, :, None])
-    found = from_words(words).astype(jnp.float32)
+    plain = hi_lo_split((wide - mean[:, None]) / scale[:, None, :, None])
+    found = unpacked(packed).astype(jnp.float32)
     assert found.shape == (2, -(-keys // 32) * 32, 3, 256)
     assert jnp.array_equal(found[:, :keys], jnp.concatenate(plain, axis=3).astype(jnp.float32))
 

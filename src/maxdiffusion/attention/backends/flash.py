@@ -142,7 +142,7 @@ class FlashBackend(AttentionBackend[FlashStats]):
         if self.precision is Precision.FP8:
             reach = flash.KeyRange(*reducer.pmax(*flash.key_range(k, attended)))
             split = flash.split_keys(k, mean, reach.scale(mean), interpret=self.interpret)
-            return split.words, FlashStats(key_scale=split.scale)
+            return split.packed, FlashStats(key_scale=split.scale)
         k = flash.smooth_keys(k, attended, mean=mean)
         norms = flash.KeyNorms(*reducer.pmax(*flash.key_norms(k, v, attended)))
         return k, FlashStats(key_norms=norms)

@@ -328,8 +328,8 @@ def flash_attention(
     A query without any key gets zeros. With fixed-m softmax and no `bounds`, the keys are smoothed
     and the bounds measured here; given `bounds` describe `k` as it is. `before` are partials over
     other keys, which count as well; with fixed-m softmax they come with the bounds they were made
-    with. In float8 the keys are smoothed and split here, unless `key_scale` says that `k` holds
-    their pieces.
+    with. In float8 the keys are smoothed and split here, unless `key_scale` is given: then `k` is
+    their packed split.
     """
     _refuse_stray_bounds(options, bounds)
     if before is not None:
@@ -369,8 +369,8 @@ def flash_attention_partials(
     """Returns the unnormalised float32 output and its shift and sum, for merging.
 
     With fixed-m softmax `bounds` must be given, and be the same for every call that is merged.
-    In float8 `k` holds pieces and `key_scale` is that of all calls. Partials `before`, over other
-    keys, are taken in, and their memory is used again.
+    In float8 `k` is the packed split and `key_scale` that of all calls. Partials `before`, over
+    other keys, are merged, and their memory is used again.
     """
     _refuse_stray_bounds(options, bounds)
     _refuse_missing_bounds(options, bounds)

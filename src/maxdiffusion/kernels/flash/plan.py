@@ -10,7 +10,7 @@ from maxdiffusion.kernels.flash.config import (
     FlashShape,
     Product,
 )
-from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_WORD, PIECES
+from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_INT32, TERMS_PER_KEY
 from maxdiffusion.kernels.tpu import LANES, BlockSizes
 
 
@@ -92,12 +92,12 @@ class KernelPlan:
     @property
     def product_depth(self) -> int:
         """Contraction length of a score."""
-        return self.shape.head_dim * (PIECES if self.fp8 else 1)
+        return self.shape.head_dim * (TERMS_PER_KEY if self.fp8 else 1)
 
     @property
     def keys_per_row(self) -> int:
-        """Keys in a row of the array of keys: float8 ones come packed into words."""
-        return KEYS_PER_WORD if self.fp8 else 1
+        """Keys in a row of the array of keys: float8 keys are packed into int32."""
+        return KEYS_PER_INT32 if self.fp8 else 1
 
     @property
     def score_scale(self) -> float:

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from maxdiffusion.kernels.flash.config import NO_SCORE
-from maxdiffusion.kernels.flash.fp8 import KEYS_PER_WORD, inverse
+from maxdiffusion.kernels.flash.fp8 import KEYS_PER_INT32, inverse
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.tpu import LANES, SUBLANES, largest_divisor, round_up
 
@@ -215,9 +215,9 @@ class Step:
         keys = self._columns(self.refs.k, self.plan.kv_head(head), self.plan.product_depth)
         if not self.plan.fp8:
             return keys[rows]
-        start = pl.multiple_of(rows.start // KEYS_PER_WORD, LANES // KEYS_PER_WORD)
-        words = pl.ds(start, rows.size // KEYS_PER_WORD)
-        return pltpu.bitcast(keys[words], self.plan.product_dtype)
+        start = pl.multiple_of(rows.start // KEYS_PER_INT32, LANES // KEYS_PER_INT32)
+        packed_rows = pl.ds(start, rows.size // KEYS_PER_INT32)
+        return pltpu.bitcast(keys[packed_rows], self.plan.product_dtype)
 
     def values(self, head: int, rows: Any) -> Array:
         """Returns the values that query head `head` attends to, [rows, H]."""
