@@ -1,4 +1,4 @@
-"""Fewer key heads than query heads: every key head serves its group, under every exchange."""
+"""Fewer key heads than query heads: every key head serves its group, under every scheme."""
 
 from dataclasses import replace
 

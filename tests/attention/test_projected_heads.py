@@ -1,4 +1,4 @@
-"""Attention of what projections wrote: one pass that places heads, against plain array code."""
+"""Attention of what projections wrote: one pass that lays out heads, against plain array code."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What options, kernels and exchanges refuse, word by word."""
+"""The refusals of options, kernels and context-parallel schemes, with their whole text."""
 
 from dataclasses import replace
 

@@ -153,16 +153,16 @@ class Search:
         return rows
 
     def _blank(self, subject: Subject, sizes: BlockSizes) -> Tried:
-        site = subject.plan.local
+        local = subject.plan.local
         tile: dict[str, Any] = {name: vars(sizes)[name] for name in SEARCHED}
         return Tried(
             purpose=subject.purpose,
             attention=subject.plan.name,
             place=self.meter.place,
-            batch=site.batch,
-            heads=sum(site.heads),
-            q_len=site.q_len,
-            kv_len=site.kv_len,
+            batch=local.batch,
+            heads=sum(local.heads),
+            q_len=local.q_len,
+            kv_len=local.kv_len,
             **tile,
         )
 

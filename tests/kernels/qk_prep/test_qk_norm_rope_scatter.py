@@ -1,4 +1,4 @@
-"""Heads in their places: one pass of the kernel against plain array code."""
+"""Heads in their layout: one pass of the kernel against plain array code."""
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ def columns(
     )
 
 
-def at(arrays: list, place: tuple[int, int, int]) -> np.ndarray:
-    array, block, slot = place
+def at(arrays: list, position: tuple[int, int, int]) -> np.ndarray:
+    array, block, slot = position
     return np.asarray(arrays[array], np.float32)[block, :, slot * HEAD_DIM : (slot + 1) * HEAD_DIM]
 
 
@@ -54,9 +54,9 @@ def test_every_head_is_what_plain_code_makes_of_it(dtype, normed, turned):
     made = columns(dtype, normed=normed, turned=turned)
     arrays = qk_norm_rope_scatter(made, SPLIT, head_dim=HEAD_DIM, interpret=True)
     wanted = np.asarray(heads_of(made, HEAD_DIM), np.float32)
-    for row, places in enumerate(SPLIT.heads):
-        for head, place in enumerate(places):
-            got, right = at(arrays, place), wanted[row, :, head]
+    for row, positions in enumerate(SPLIT.heads):
+        for head, position in enumerate(positions):
+            got, right = at(arrays, position), wanted[row, :, head]
             # A turned feature is a sum of two, so its error is relative to the pair.
             size = np.abs(right).max(axis=-1, keepdims=True)
             assert np.all(np.abs(got - right) <= NOISE[dtype] * size)
@@ -66,7 +66,7 @@ def test_every_head_is_what_plain_code_makes_of_it(dtype, normed, turned):
 def test_slots_without_a_head_are_zero():
     arrays = qk_norm_rope_scatter(columns("float32"), SPLIT, head_dim=HEAD_DIM, interpret=True)
     assert SPLIT.empty_slots() == [(1, 1, 0), (1, 1, 1)]
-    assert not any(at(arrays, place).any() for place in SPLIT.empty_slots())
+    assert not any(at(arrays, position).any() for position in SPLIT.empty_slots())
 
 
 def test_joining_brings_every_head_back():
@@ -78,7 +78,7 @@ def test_joining_brings_every_head_back():
 
 def test_nothing_runs_where_nothing_is_to_be_done():
     made = columns("float32", normed=False, turned=False)
-    home = HeadLayout.at_home(2, HEADS)
+    home = HeadLayout.identity(2, HEADS)
     (same,) = qk_norm_rope_scatter(made, home, head_dim=HEAD_DIM)
     assert same is made.values
     assert gather_heads([same], home, head_dim=HEAD_DIM) is same

@@ -149,7 +149,7 @@ def test_kernels_that_are_no_attention_take_what_they_state(operations):
     cost = f'"flops":"{operations}","transcendentals":"0","bytes_accessed":"387000000"'
     text = f"""
 ENTRY %main (p: bf16[8]) -> bf16[8] {{
-  %place_heads.1 = bf16[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", \
+  %qk_norm_rope_scatter.1 = bf16[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", \
 backend_config={{"custom_call_config":{{"cost_estimate":{{{cost}}}}}}}
 }}
 """

@@ -116,7 +116,7 @@ class ContextParallel(abc.ABC):
 
     def layout(self, batch: int, heads: int) -> QKVLayout:
         """Returns the head layout of `attend_scattered`; by default no head moves."""
-        return QKVLayout.alike(HeadLayout.at_home(batch, heads))
+        return QKVLayout.alike(HeadLayout.identity(batch, heads))
 
     def attend_scattered(
         self,

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.attention.context_parallel.base import Collective, ScatteredHeads
 from maxdiffusion.attention.context_parallel.ulysses import (
     AllToAllQueries,
-    QueryExchange,
+    QueryCollectives,
     by_batch_row,
 )
 from maxdiffusion.attention.problem import LocalProblem
@@ -31,7 +31,7 @@ from maxdiffusion.kernels.tpu import EVEN_TILE
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class OverlappedQueries(QueryExchange):
+class OverlappedQueries(QueryCollectives):
     """Swaps the queries of two devices by permutations that run under kernel calls.
 
     This takes a kernel call for the tokens of each device. `query_tile` is the number of queries
@@ -48,8 +48,8 @@ class OverlappedQueries(QueryExchange):
 
     def for_ulysses(
         self, axes: tuple[str, ...], degree: int, traded: LocalProblem
-    ) -> QueryExchange:
-        """Returns this exchange between two devices of a ring where it needs no more tiles."""
+    ) -> QueryCollectives:
+        """Returns these collectives between two devices of a ring where it needs no more tiles."""
         both = math.ceil(traded.q_len / self.query_tile)
         each = math.ceil(traded.q_len // degree / self.query_tile)
         if degree != 2 or traded.num_kv_shards == 1 or both < 2 * each:
@@ -88,7 +88,7 @@ class OverlappedQueries(QueryExchange):
     def _query_layout(
         self, blocks: HeadLayout, groups: Sequence[tuple[int, int]], device: int
     ) -> HeadLayout:
-        places = [
+        positions = [
             (2 * group + (half + device) % 2, 0, slot)
             for group, (start, stop) in enumerate(groups)
             for half in range(2)
@@ -97,7 +97,7 @@ class OverlappedQueries(QueryExchange):
         halves = [(stop - start) // 2 for start, stop in groups]
         return HeadLayout(
             arrays=tuple((1, half) for half in halves for _ in range(2)),
-            heads=by_batch_row(places, blocks.batch, blocks.head_count),
+            heads=by_batch_row(positions, blocks.batch, blocks.head_count),
         )
 
     def collectives(

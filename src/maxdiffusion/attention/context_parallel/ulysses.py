@@ -1,7 +1,7 @@
 """Ulysses: an all-to-all trades heads for tokens, kernels see whole sequences, and it trades back.
 
 Heads are columns of [S, N*H] throughout: the all-to-all splits heads and joins tokens, nothing is
-transposed. How the queries travel is a value of the scheme, a `QueryExchange`.
+transposed. How the queries travel is a value of the scheme, a `QueryCollectives`.
 """
 
 import abc
@@ -36,13 +36,13 @@ from maxdiffusion.attention.problem import (
     unfold_batch,
 )
 from maxdiffusion.kernels.qk_prep import HeadLayout, QKVLayout
-from maxdiffusion.kernels.qk_prep.layout import Place
+from maxdiffusion.kernels.qk_prep.layout import HeadPosition
 from maxdiffusion.kernels.reference import pad_length
 from maxdiffusion.mesh import CONTEXT_AXES
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 
-class QueryExchange(abc.ABC):
+class QueryCollectives(abc.ABC):
     """Moves the queries of one group of heads to the devices of those heads, and outputs back."""
 
     title: ClassVar[str] = ""
@@ -52,8 +52,8 @@ class QueryExchange(abc.ABC):
     @abc.abstractmethod
     def for_ulysses(
         self, axes: tuple[str, ...], degree: int, traded: LocalProblem
-    ) -> "QueryExchange":
-        """Returns the exchange to use over `axes`; `traded` are the sizes after the all-to-all."""
+    ) -> "QueryCollectives":
+        """Returns the collectives over `axes`; `traded` are the sizes after the all-to-all."""
 
     @abc.abstractmethod
     def split(self, x: Float[Array, "1 S N H"]) -> ScatteredHeads:
@@ -84,7 +84,7 @@ class QueryExchange(abc.ABC):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class AllToAllQueries(QueryExchange):
+class AllToAllQueries(QueryCollectives):
     """Sends queries and outputs by the same all-to-all as keys and values."""
 
     axes: tuple[str, ...] = ()
@@ -92,8 +92,8 @@ class AllToAllQueries(QueryExchange):
 
     def for_ulysses(
         self, axes: tuple[str, ...], degree: int, traded: LocalProblem
-    ) -> QueryExchange:
-        """Returns this exchange over `axes`."""
+    ) -> QueryCollectives:
+        """Returns these collectives over `axes`."""
         return AllToAllQueries(axes=axes, degree=degree)
 
     def split(self, x: Float[Array, "1 S N H"]) -> ScatteredHeads:
@@ -154,7 +154,7 @@ class Ulysses(ContextParallel):
     degree: int = 1
     num_groups: int = 1
     inner: ContextParallel = field(default_factory=LocalKV)
-    queries: QueryExchange = field(default_factory=AllToAllQueries)
+    queries: QueryCollectives = field(default_factory=AllToAllQueries)
 
     def for_mesh(self, problem: AttentionProblem, options: AttentionOptions) -> ContextParallel:
         """Returns this scheme with its degree, or the inner one for a degree of 1."""
@@ -221,14 +221,14 @@ class Ulysses(ContextParallel):
     def layout(self, batch: int, heads: int) -> QKVLayout:
         """Returns an array for each group of heads, with a block for each device."""
         groups = self.groups(batch * heads)
-        places = [
+        positions = [
             (group, *divmod(index, (stop - start) // self.degree))
             for group, (start, stop) in enumerate(groups)
             for index in range(stop - start)
         ]
         blocks = HeadLayout(
             arrays=tuple((self.degree, (stop - start) // self.degree) for start, stop in groups),
-            heads=by_batch_row(places, batch, heads),
+            heads=by_batch_row(positions, batch, heads),
         )
         return self.queries.layout(blocks, groups)
 
@@ -341,6 +341,8 @@ def by_heads(blocks: Float[Array, "U S D"], head_dim: int) -> Float[Array, "1 _ 
     return blocks.reshape(1, devices * tokens, columns // head_dim, head_dim)
 
 
-def by_batch_row(places: Sequence[Place], batch: int, heads: int) -> tuple[tuple[Place, ...], ...]:
-    """Returns the places of folded heads by batch row."""
-    return tuple(tuple(places[row * heads : (row + 1) * heads]) for row in range(batch))
+def by_batch_row(
+    positions: Sequence[HeadPosition], batch: int, heads: int
+) -> tuple[tuple[HeadPosition, ...], ...]:
+    """Returns the positions of folded heads by batch row."""
+    return tuple(tuple(positions[row * heads : (row + 1) * heads]) for row in range(batch))

@@ -69,7 +69,7 @@ def _start_queries(step: Step, head: int) -> None:
     plan = step.plan
     q = step.of_head(step.refs.q, head)[...].astype(jnp.float32)
     if plan.shape.q_len % plan.blocks.block_q:
-        # The last block ends past the array; what lies there is arbitrary bits.
+        # The last block ends past the array, where the bits are arbitrary.
         row = step.q_block * plan.blocks.block_q + lax.broadcasted_iota(jnp.int32, (len(q), 1), 0)
         q = jnp.where(row < plan.shape.q_len, q, 0.0)
     qt = (q * plan.score_scale).T
@@ -103,9 +103,9 @@ def _carried(step: Step, head: int) -> Array:
     assert before is not None
     o, m, l = step.of_head(before.o, head)[...].T, before.m[head], before.l[head]  # noqa: E741
     if plan.shape.q_len % plan.blocks.block_q:
-        # Past the array lie arbitrary bits, which must not reach the maximum over all queries.
-        place = lax.broadcasted_iota(jnp.int32, m.shape, 1)
-        there = step.q_block * plan.blocks.block_q + place < plan.shape.q_len
+        # Past the array the bits are arbitrary; they must not reach the maximum over all queries.
+        query = lax.broadcasted_iota(jnp.int32, m.shape, 1)
+        there = step.q_block * plan.blocks.block_q + query < plan.shape.q_len
         o, m, l = (jnp.where(there, x, 0.0) for x in (o, m, l))  # noqa: E741
     row = lax.broadcasted_iota(jnp.int32, state.l.shape[1:], 0)
     state.o[head] = o

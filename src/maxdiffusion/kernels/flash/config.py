@@ -93,7 +93,7 @@ class FlashOptions:
 
 DTYPES = ("bfloat16", "float32")
 HEAD_DIM_MULTIPLE = 16
-"""Head features lie on sublanes, which come in 16s for bfloat16."""
+"""Head features are in sublanes, which come in 16s for bfloat16."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ KEYS_BITS = 20
 """Up to a million keys."""
 VALUES_HIGH_BITS = 19
 VALUES_LOW_BITS = 8
-"""The largest |v| of a head lies in [2**-8, 2**19], or the head runs online."""
+"""The largest |v| of a head is in [2**-8, 2**19], or the head runs online."""
 PRECISION_BITS = {"bfloat16": 12, "float32": 26}
 LARGEST_NORM = 1e30
 """Keeps a norm finite, so that the bound of a zero query stays zero."""

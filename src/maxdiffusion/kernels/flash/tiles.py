@@ -383,7 +383,7 @@ def _ends(step: Step, keys: int) -> tuple[Array | int, int]:
 
 
 def _hide(s: Array, v: Array, keys: Array | int, sure: int) -> tuple[Array, Array]:
-    """Returns scores and values without what lies past `keys`, which is arbitrary bits.
+    """Returns scores and values without those past `keys`, where the bits are arbitrary.
 
     Only rows from `sure` on are looked at.
     """

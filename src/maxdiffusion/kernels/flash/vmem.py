@@ -1,13 +1,13 @@
 """VMEM of a kernel call: blocks and scratch to the byte, compiler spills by its own figures.
 
-A tile's scores and probabilities do not fit the 64 registers of a core; those that wait for their
-turn lie in VMEM. How many do is up to the compiler's scheduler, so this is no derivation: it is
-what libtpu 0.0.42 says of some 200 tiles on tpu7x (and a few on v6e, which are like them), put into
-as few rules as give every total to 5 %.
+A tile's scores and probabilities do not fit the 64 registers of a core; the others are spilled to
+VMEM. Their number depends on the compiler's scheduler, so it is not derived: these are the fewest
+rules that give, to 5 %, every total that libtpu 0.0.42 reports for some 200 tiles on tpu7x (and a
+few on v6e, which agree).
 
     unmasked  nearly all scores that are alive at once, 4 bytes each, less what is used up by then
     masked    a table: tiles of 128 to 512 keys and queries are all there are
-    start     the scores of the first 128 keys, which give the first reference
+    start     the scores of the first 128 keys, which give the first shift
 
 They are never at work at the same time, so the largest counts.
 

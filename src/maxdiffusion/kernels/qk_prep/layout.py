@@ -22,7 +22,7 @@ class ProjectedHeads:
     feature i of a head with feature i + H/2.
     """
 
-    # As a pytree it also holds descriptions of arrays in their place.
+    # As a pytree it also holds descriptions of arrays instead.
     __no_type_check__: ClassVar[bool] = True
 
     values: Float[Array, "B S D"]
@@ -37,24 +37,24 @@ class ProjectedHeads:
         return self.gain is None and self.cosines is None
 
 
-Place = tuple[int, int, int]
+HeadPosition = tuple[int, int, int]
 PAD = -1
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadLayout:
-    """A place for every head: `heads[b][n]` is (array, block, slot) of head n of batch row b.
+    """The position of every head: `heads[b][n]` is (array, block, slot) of head n of batch row b.
 
     Array i is [blocks, S, slots * H] with (blocks, slots) = `arrays[i]`. A slot that no head goes
     to holds zeros.
     """
 
     arrays: tuple[tuple[int, int], ...]
-    heads: tuple[tuple[Place, ...], ...]
+    heads: tuple[tuple[HeadPosition, ...], ...]
 
     @classmethod
-    def at_home(cls, batch: int, heads: int) -> "HeadLayout":
-        """Every head where it is: one array [B, S, N * H]."""
+    def identity(cls, batch: int, heads: int) -> "HeadLayout":
+        """Returns the layout that moves no head: one array [B, S, N * H]."""
         rows = tuple(tuple((0, row, head) for head in range(heads)) for row in range(batch))
         return cls(arrays=((batch, heads),), heads=rows)
 
@@ -71,9 +71,9 @@ class HeadLayout:
     @property
     def moves(self) -> bool:
         """Returns whether any head moves."""
-        return self != HeadLayout.at_home(self.batch, self.head_count)
+        return self != HeadLayout.identity(self.batch, self.head_count)
 
-    def slots(self) -> list[Place]:
+    def slots(self) -> list[HeadPosition]:
         """Every slot, in the order of the arrays."""
         return [
             (array, block, slot)
@@ -84,14 +84,14 @@ class HeadLayout:
 
     def order(self) -> list[int]:
         """The head in each of `slots`, those of the first batch row counted first, or PAD."""
-        every = [place for row in self.heads for place in row]
-        at = {place: head for head, place in enumerate(every)}
-        return [at.get(place, PAD) for place in self.slots()]
+        every = [position for row in self.heads for position in row]
+        at = {position: head for head, position in enumerate(every)}
+        return [at.get(position, PAD) for position in self.slots()]
 
-    def empty_slots(self) -> list[Place]:
+    def empty_slots(self) -> list[HeadPosition]:
         """Slots that no head goes to."""
         pairs = zip(self.slots(), self.order(), strict=True)
-        return [place for place, head in pairs if head == PAD]
+        return [position for position, head in pairs if head == PAD]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Norm, rotation and the move of heads to their layout in one pass over HBM (Pallas, TPU).
 
 XLA does the same in seven passes: it keeps q and k in float32 for the rotation, whose halves it
-cuts out and joins again, and cuts and joins once more for the exchange. Here a block of rows is
+cuts out and joins again, and cuts and joins once more for the collective. Here a block of rows is
 read once, worked on in registers, and written where its heads belong.
 """
 
@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from maxdiffusion.kernels.qk_prep.layout import PAD, HeadLayout, Place, ProjectedHeads
+from maxdiffusion.kernels.qk_prep.layout import PAD, HeadLayout, HeadPosition, ProjectedHeads
 from maxdiffusion.kernels.tpu import MIB
 
 ROWS_AT_ONCE = 32
@@ -202,14 +202,14 @@ class _Source(NamedTuple):
     there: Array | None
 
 
-def _moves(layout: HeadLayout, order: Any, head_dim: int) -> Iterator[tuple[Place, _Source]]:
+def _moves(layout: HeadLayout, order: Any, head_dim: int) -> Iterator[tuple[HeadPosition, _Source]]:
     """Yields the slots that may hold a head, and the source of its columns."""
-    for index, (place, head) in enumerate(zip(layout.slots(), layout.order(), strict=True)):
+    for index, (position, head) in enumerate(zip(layout.slots(), layout.order(), strict=True)):
         if order is not None:
-            yield place, _source(order[index], layout, head_dim)
+            yield position, _source(order[index], layout, head_dim)
         elif head != PAD:
             batch, column = divmod(head, layout.head_count)
-            yield place, _Source(batch, _lanes(column, head_dim), None)
+            yield position, _Source(batch, _lanes(column, head_dim), None)
 
 
 def _source(head: Array, layout: HeadLayout, head_dim: int) -> _Source:
