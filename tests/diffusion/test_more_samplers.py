@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from maxdiffusion.diffusion import UniPC, step_row
-from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
 from maxdiffusion.diffusion.flow_match import FlowMatchEuler, FlowMatchLCM, step_noise
+from maxdiffusion.diffusion.multistep import DpmPlusPlus2M
 from maxdiffusion.errors import ProblemsFound
+from tests.diffusion.schedules import assert_same_schedule
 
 pytestmark = pytest.mark.slow
 
@@ -62,10 +63,7 @@ def run(sampler):
 @pytest.mark.parametrize("name", NAMES)
 def test_schedule_is_bit_equal_and_samples_follow(name):
     sampler = sampler_called(name)
-    for field in ("sigmas", "timesteps"):
-        ours, theirs = getattr(sampler, field), GOLDEN[f"{name}/{field}"]
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_schedule(sampler, GOLDEN, name)
     np.testing.assert_allclose(run(sampler), GOLDEN[f"{name}/samples"], rtol=0, atol=ATOL)
 
 

@@ -12,8 +12,8 @@ from maxdiffusion.diffusion import (
     sampler_named,
     step_row,
 )
-from maxdiffusion.diffusion.dpmpp_2m import DpmPlusPlus2M
 from maxdiffusion.diffusion.flow_match import EulerState, FlowMatchEuler, FlowMatchLCM
+from maxdiffusion.diffusion.multistep import DpmPlusPlus2M
 from maxdiffusion.diffusion.registry import SAMPLERS, SamplerEntry
 from maxdiffusion.errors import ProblemsFound
 

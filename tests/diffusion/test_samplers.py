@@ -11,6 +11,7 @@ import pytest
 from maxdiffusion.diffusion import UniPC, step_row
 from maxdiffusion.diffusion.flow_match import FlowMatchEuler
 from maxdiffusion.errors import ProblemsFound
+from tests.diffusion.schedules import assert_same_schedule
 
 GOLDEN = np.load(Path(__file__).parents[1] / "goldens" / "scheduler.npz")
 SCHEDULES = sorted(key.removesuffix("/sigmas") for key in GOLDEN if key.endswith("/sigmas"))
@@ -43,11 +44,7 @@ def test_goldens_cover_both_samplers():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_schedule_is_bit_equal(name):
-    sampler = sampler_called(name)
-    for field in ("sigmas", "timesteps"):
-        ours, theirs = getattr(sampler, field), GOLDEN[f"{name}/{field}"]
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_array_equal(ours, theirs)
+    assert_same_schedule(sampler_called(name), GOLDEN, name)
 
 
 @pytest.mark.parametrize("name", TRAJECTORIES)

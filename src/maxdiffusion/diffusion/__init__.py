@@ -3,9 +3,9 @@
 A sampler is one file and one row of `registry.SAMPLERS`.
 """
 
+from maxdiffusion.diffusion.multistep import UniPC
 from maxdiffusion.diffusion.registry import from_scheduler_config, sampler_named
 from maxdiffusion.diffusion.sampler import Sampler, step_row
-from maxdiffusion.diffusion.unipc import UniPC
 
 __all__ = [
     "Sampler",

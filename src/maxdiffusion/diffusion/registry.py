@@ -123,7 +123,7 @@ SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="unipc",
         diffusers_class="UniPCMultistepScheduler",
-        load=_class_in("unipc", "UniPC"),
+        load=_class_in("multistep", "UniPC"),
         shift_name="flow_shift",
         settings=(
             *_FLOW_MODEL,
@@ -148,7 +148,7 @@ SAMPLERS: tuple[SamplerEntry, ...] = (
     SamplerEntry(
         name="dpmpp_2m",
         diffusers_class="DPMSolverMultistepScheduler",
-        load=_class_in("dpmpp_2m", "DpmPlusPlus2M"),
+        load=_class_in("multistep", "DpmPlusPlus2M"),
         shift_name="flow_shift",
         settings=(
             *_FLOW_MODEL,

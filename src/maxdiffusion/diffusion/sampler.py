@@ -10,7 +10,6 @@ Everything that depends on the step alone is computed in float64 on the host. `a
 row of its step as arrays, so that one compiled step serves every step of every schedule.
 """
 
-import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -30,9 +29,6 @@ Weight = Any
 """A number on host or device: of one step, or of all steps stacked."""
 Seeds = UInt32[Array | np.ndarray, " B"]
 """The seed of every video, for samplers that draw noise at each step."""
-
-# At sigma = 1 no data is left and lambda is infinite, so the first level stops just short of it.
-SHORT_OF_NOISE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,29 +76,6 @@ class Sampler(ABC):
         """Returns the state after one step, given the model's velocity and the step's row."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MultistepSampler(Sampler):
-    """Base of the solvers that step over lambda, the log of the signal-to-noise ratio."""
-
-    @abstractmethod
-    def levels(self) -> Schedule:
-        """Returns the noise level before every step of the whole schedule."""
-
-    @functools.cached_property
-    def _levels(self) -> Schedule:
-        return self.levels()[self.first_step :]
-
-    @functools.cached_property
-    def timesteps(self) -> Schedule:
-        """The model's timesteps: noise levels times `train_timesteps`, truncated to integers."""
-        return (self._levels * self.train_timesteps).astype(np.int64)
-
-    @functools.cached_property
-    def sigmas(self) -> Schedule:
-        """The noise levels, ending at 0."""
-        return np.append(self._levels, 0).astype(np.float32)
-
-
 def step_row(coefficients: Any, step: int | jax.Array) -> Any:
     """Returns the row of one step, from the stacked rows of all steps."""
     return jax.tree.map(lambda stacked: stacked[step], coefficients)
@@ -111,19 +84,6 @@ def step_row(coefficients: Any, step: int | jax.Array) -> Any:
 def shifted(sigmas: Schedule, shift: float) -> Schedule:
     """Returns noise levels moved towards 1 by `shift`; 0 and 1 stay as they are."""
     return np.asarray(shift * sigmas / (1 + (shift - 1) * sigmas))
-
-
-def log_snr(levels: Schedule) -> Schedule:
-    """Returns lambda = log(alpha / sigma) of noise levels that end at 0, where it is +inf."""
-    with np.errstate(divide="ignore"):
-        return np.asarray(np.log(1 - levels) - np.log(levels))
-
-
-def short_of_noise(levels: Schedule) -> Schedule:
-    """Returns the levels with a first level of 1 lowered to just below 1."""
-    if abs(levels[0] - 1) >= SHORT_OF_NOISE:
-        return levels
-    return np.concatenate([levels[:1] - SHORT_OF_NOISE, levels[1:]])
 
 
 def check_custom_sigmas(sigmas: Sequence[float], steps: int) -> None:
