@@ -30,9 +30,10 @@ from maxdiffusion.pipelines.preprocess.images import (
     first_frame_mask,
     fit_pixels,
     image_condition_video,
+    video_pixels,
 )
 from maxdiffusion.pipelines.preprocess.vace import vace_inputs
-from maxdiffusion.pipelines.preprocess.videos import start_step, video_pixels
+from maxdiffusion.pipelines.tasks.video_to_video import start_step
 from maxdiffusion.runtime.images import load_image, load_video
 
 SIZES = [((50, 37), (64, 96)), ((64, 96), (64, 96)), ((33, 200), (48, 32)), ((7, 5), (80, 48))]

@@ -18,11 +18,16 @@ from maxdiffusion.pipelines.preprocess.images import (
     clip_pixels,
     first_frame_mask,
     fit_pixels,
+    from_8_bits,
     image_condition_video,
+    latent_frames,
     nearest_indices,
+    resized_frames,
     scaled_size,
     to_8_bits,
     to_pixels,
+    video_pixels,
+    whole_latent_frames,
 )
 from maxdiffusion.pipelines.preprocess.vace import (
     mask_channels,
@@ -30,15 +35,7 @@ from maxdiffusion.pipelines.preprocess.vace import (
     split_by_mask,
     vace_inputs,
 )
-from maxdiffusion.pipelines.preprocess.videos import (
-    from_8_bits,
-    latent_frames,
-    resized_frames,
-    start_step,
-    video_pixels,
-    video_to_video_pixels,
-    whole_latent_frames,
-)
+from maxdiffusion.pipelines.tasks.video_to_video import start_step, video_to_video_pixels
 
 
 def colours(rows, columns, seed=0):

@@ -1,7 +1,6 @@
 """Conditioning inputs of the WAN family as diffusers 0.42 computes them, in numpy on the host.
 
-    images.py    an image to height x width; CLIP's pixels; the first and last frame of I2V
-    videos.py    frames to height x width; video to video
+    images.py    images and frames to height x width; CLIP's pixels; first and last frame of I2V
     vace.py      control video, mask and reference images of VACE
     animate.py   character, pose, face, background and mask of Animate, segment by segment
 

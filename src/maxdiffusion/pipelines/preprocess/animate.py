@@ -29,12 +29,14 @@ from maxdiffusion.pipelines.preprocess.images import (
     TEMPORAL_FACTOR,
     ImageFit,
     Pixels,
+    VideoPixels,
     first_frame_mask,
     fit_pixels,
+    from_8_bits,
     nearest_indices,
+    resized_frames,
     to_8_bits,
 )
-from maxdiffusion.pipelines.preprocess.videos import VideoPixels, from_8_bits, resized_frames
 from maxdiffusion.runtime.video import InputFrames, InputImage
 
 FACE_SIZE = 512  # motion_encoder_size of the released model

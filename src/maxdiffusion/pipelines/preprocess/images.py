@@ -1,7 +1,8 @@
-"""Images as models take them: resized to a video's size, for CLIP, as first and last frame.
+"""Images and videos as models take them: resized, for CLIP, as first and last frame.
 
     load_image -> fit_pixels      [Y X 3] in -1..1, height x width: what the VAE encodes
                -> clip_pixels     [Y X 3] normalised, of the original image: what CLIP encodes
+    load_video -> video_pixels    [F Y X 3] in -1..1, each frame as `fit_pixels` makes it
 
 Pillow images are resized with LANCZOS in 8 bits. Float arrays are resized as diffusers resizes
 tensors: the nearest pixel, no rounding to 8 bits; at the right size their values are exact.
@@ -22,12 +23,13 @@ from jaxtyping import Float32, UInt8
 from PIL import Image
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.runtime.images import image_size
-from maxdiffusion.runtime.video import InputImage
+from maxdiffusion.runtime.images import frame_images, image_size
+from maxdiffusion.runtime.video import InputFrames, InputImage
 
 ImageFit: TypeAlias = Literal["stretch", "crop", "pad"]
 FITS: tuple[ImageFit, ...] = ("stretch", "crop", "pad")
 Pixels: TypeAlias = Float32[np.ndarray, "Y X 3"]
+VideoPixels: TypeAlias = Float32[np.ndarray, "F Y X 3"]
 Size: TypeAlias = tuple[int, int]  # height, width
 TEMPORAL_FACTOR = 4  # frames of a latent frame after the first; the WAN VAEs have no other
 # Relative difference of aspect ratios that is not mentioned: 832x480 is 2.5 % off 16:9.
@@ -254,3 +256,41 @@ def _centre_crop(colours: UInt8[np.ndarray, "Y X 3"], size: Size) -> UInt8[np.nd
     whole = np.pad(colours, (*bars, (0, 0)))
     top, left = ((have - want) // 2 for have, want in zip(whole.shape[:2], size, strict=True))
     return whole[top : top + size[0], left : left + size[1]]
+
+
+def video_pixels(
+    frames: InputFrames, *, height: int, width: int, fit: ImageFit = "stretch"
+) -> VideoPixels:
+    """Returns the frames at height x width in -1..1."""
+    pixels = np.empty((len(frames), height, width, 3), np.float32)
+    for row, image in zip(pixels, frame_images(frames), strict=True):
+        row[:] = fit_pixels(image, height=height, width=width, fit=fit)
+    return pixels
+
+
+def resized_frames(
+    frames: InputFrames, *, height: int, width: int, fit: ImageFit = "stretch"
+) -> UInt8[np.ndarray, "F Y X 3"]:
+    """Returns the frames at height x width in 8 bits, a quarter of the memory of `video_pixels`.
+
+    `from_8_bits` of the result equals `video_pixels`; float frames are rounded first.
+    """
+    resized = np.empty((len(frames), height, width, 3), np.uint8)
+    for row, image in zip(resized, frame_images(frames), strict=True):
+        row[:] = np.asarray(fit_image(to_8_bits(image), (height, width), fit))
+    return resized
+
+
+def from_8_bits(frames: UInt8[np.ndarray, "F Y X 3"]) -> VideoPixels:
+    """Returns bytes in -1..1."""
+    return frames.astype(np.float32) / np.float32(255) * np.float32(2) - np.float32(1)
+
+
+def whole_latent_frames(frames: np.ndarray) -> np.ndarray:
+    """Returns the first 4n + 1 frames, as many as possible: the VAE leaves the others out."""
+    return frames[: (len(frames) - 1) // TEMPORAL_FACTOR * TEMPORAL_FACTOR + 1]
+
+
+def latent_frames(frames: int) -> int:
+    """Returns the number of latent frames that the VAE makes of a video."""
+    return (frames - 1) // TEMPORAL_FACTOR + 1

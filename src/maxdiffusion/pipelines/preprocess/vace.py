@@ -26,13 +26,11 @@ from maxdiffusion.pipelines.preprocess.images import (
     ImageFit,
     Pixels,
     Size,
+    VideoPixels,
+    latent_frames,
     nearest_indices,
     resize,
     to_pixels,
-)
-from maxdiffusion.pipelines.preprocess.videos import (
-    VideoPixels,
-    latent_frames,
     video_pixels,
     whole_latent_frames,
 )

@@ -16,9 +16,8 @@ import numpy as np
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning, ControlInput
-from maxdiffusion.pipelines.preprocess.images import ImageFit
+from maxdiffusion.pipelines.preprocess.images import ImageFit, latent_frames
 from maxdiffusion.pipelines.preprocess.vace import check_vace_inputs, vace_inputs
-from maxdiffusion.pipelines.preprocess.videos import latent_frames
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.pipelines.tasks.base import (

@@ -16,10 +16,10 @@ from maxdiffusion.diffusion import Sampler
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import WanVaeConfig
 from maxdiffusion.models.wan import Conditioning
-from maxdiffusion.pipelines.preprocess.images import ImageFit
-from maxdiffusion.pipelines.preprocess.videos import (
-    start_step,
-    video_to_video_pixels,
+from maxdiffusion.pipelines.preprocess.images import (
+    ImageFit,
+    VideoPixels,
+    video_pixels,
     whole_latent_frames,
 )
 from maxdiffusion.pipelines.request import request_from_arguments
@@ -32,6 +32,7 @@ from maxdiffusion.pipelines.tasks.base import (
 )
 from maxdiffusion.pipelines.wan import OutputType, VideoPipeline, WanOutput, check_text_only
 from maxdiffusion.runtime.images import load_video
+from maxdiffusion.runtime.video import InputFrames
 
 DEFAULT_STRENGTH = 0.8
 
@@ -67,6 +68,26 @@ class VideoToVideo(Task):
             for video in videos
         ]
         return Conditions(conditioning=Conditioning(), source=np.stack(encoded))
+
+
+def video_to_video_pixels(
+    frames: InputFrames, *, height: int, width: int, fit: ImageFit = "stretch"
+) -> VideoPixels:
+    """Returns what the VAE encodes for video to video."""
+    return video_pixels(whole_latent_frames(frames), height=height, width=width, fit=fit)
+
+
+def start_step(steps: int, strength: float) -> int:
+    """Returns the step that video to video begins with: the last int(steps * strength) run.
+
+    diffusers returns an empty batch where no step runs; here that is refused.
+    """
+    running = min(int(steps * strength), steps)
+    if running < 1:
+        rule = f"leaves none of num_inference_steps={steps}: int({steps} x {strength:g}) = 0"
+        remedy = f"Use at least {np.ceil(1e4 / steps) / 1e4:g}" if steps else ""
+        raise ProblemsFound([Problem(name="strength", value=strength, rule=rule, remedy=remedy)])
+    return steps - running
 
 
 @final
