@@ -13,21 +13,13 @@ from maxdiffusion.pipelines.tasks.animate import denormalised
 from tests.oracle.arrays import as_numpy
 from tests.oracle.tiny_checkpoints import TransformerSize, VaeSize
 from tests.oracle.tiny_family import wan22_animate, write_family
+from tests.parity.whole_runs import picture
 
 LATENTS, FRAMES = 1e-4, 1e-3
 POSES = 14
 SIZE = {"height": 32, "width": 48}
 TWO_PROMPTS = {"prompt": ["A dancer", "“Fox” in the snow"], "negative_prompt": ["grey", "static"]}
 GUIDED = {"guidance_scale": 3.0, "negative_prompt": "static, grey"}
-
-
-def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Returns a smooth picture with some noise."""
-    rng = np.random.default_rng(seed)
-    rows, columns = np.mgrid[0:height, 0:width]
-    waves = [np.sin(rows / (3 + c) + seed) * np.cos(columns / (5 + c)) for c in range(3)]
-    values = 128 + 90 * np.stack(waves, -1) + rng.normal(0, 10, (height, width, 3))
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def video(seed: int, frames: int, width: int, height: int) -> list[Image.Image]:

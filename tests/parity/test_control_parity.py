@@ -15,9 +15,8 @@ from maxdiffusion.errors import ProblemsFound
 from tests.oracle.arrays import as_numpy, normal
 from tests.oracle.tiny_checkpoints import TransformerSize, VaeSize, wan21_t2v, write_checkpoint
 from tests.oracle.tiny_family import wan21_vace, wan22_vace, write_family
-from tests.parity.test_image_to_video_parity import picture
+from tests.parity.whole_runs import TOLERANCE, compare_runs, picture
 
-TOLERANCE = 5e-5
 SMALL: dict[str, Any] = {
     "transformer": TransformerSize(heads=3, head_dim=20, layers=3, ffn=72),
     "vae": VaeSize(base=8, multipliers=(1, 1, 2, 2), res_blocks=1),
@@ -77,15 +76,7 @@ def test_vace_equals_diffusers(name: str, tmp_path: Path) -> None:
     settings = {"prompt": "a fox", "height": HEIGHT, "width": WIDTH, **GUIDED, **chosen}
     frames = (settings["num_frames"] - 1) // 4 + 1 + references
     start = normal(5, 1, 16, frames, HEIGHT // 8, WIDTH // 8)
-    theirs = TheirVace.from_pretrained(folder)
-    theirs.set_progress_bar_config(disable=True)
-    ours = WanVACEPipeline.from_pretrained(folder)
-    expected = as_numpy(theirs(**settings, latents=start, output_type="latent").frames)
-    latents = ours(**settings, latents=start.numpy(), output_type="latent").frames
-    np.testing.assert_allclose(latents, expected, rtol=0, atol=TOLERANCE)
-    expected = theirs(**settings, latents=start, output_type="np").frames
-    frames_ = ours(**settings, latents=start.numpy(), output_type="np").frames
-    np.testing.assert_allclose(frames_, expected, rtol=0, atol=TOLERANCE)
+    compare_runs((TheirVace, WanVACEPipeline), folder, start, settings)
 
 
 @pytest.mark.parametrize(("strength", "steps"), [(0.8, 5), (0.5, 4), (1.0, 3)])

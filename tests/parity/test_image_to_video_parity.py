@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 from diffusers import WanImageToVideoPipeline as TheirPipeline
-from PIL import Image
 
 from maxdiffusion import WanImageToVideoPipeline, WanPipeline
 from maxdiffusion.errors import ProblemsFound
-from tests.oracle.arrays import as_numpy, normal
+from tests.oracle.arrays import normal
 from tests.oracle.pipeline import load_pipeline
 from tests.oracle.tiny_checkpoints import TransformerSize, VaeSize
 from tests.oracle.tiny_family import (
@@ -21,22 +20,12 @@ from tests.oracle.tiny_family import (
     wan22_ti2v,
     write_family,
 )
+from tests.parity.whole_runs import TOLERANCE, compare_runs, picture
 
-# Velocities within 1e-5, times 2 * 6 - 1 by guidance, averaged over the steps.
-TOLERANCE = 5e-5
 SMALL = {"transformer": TransformerSize(heads=3, head_dim=20, layers=2, ffn=72)}
 SMALL_VAE = {"vae": VaeSize(base=8, multipliers=(1, 1, 2, 2), res_blocks=1)}
 GUIDED = {"num_inference_steps": 4, "guidance_scale": 5.0, "negative_prompt": "static, grey"}
 PROMPT = "A small robot walks &amp; looks back"
-
-
-def picture(seed: int, width: int, height: int) -> Image.Image:
-    """Returns a smooth picture with some noise."""
-    rng = np.random.default_rng(seed)
-    rows, columns = np.mgrid[0:height, 0:width]
-    waves = [np.sin(rows / (3 + c) + seed) * np.cos(columns / (5 + c)) for c in range(3)]
-    values = 128 + 90 * np.stack(waves, -1) + rng.normal(0, 10, (height, width, 3))
-    return Image.fromarray(values.clip(0, 255).astype(np.uint8))
 
 
 def compare(
@@ -44,15 +33,7 @@ def compare(
 ) -> None:
     """Compares latents and frames of one call of both pipelines."""
     start = normal(len(settings["prompt"]), *latent)
-    theirs = TheirPipeline.from_pretrained(folder)
-    theirs.set_progress_bar_config(disable=True)
-    ours = WanImageToVideoPipeline.from_pretrained(folder)
-    expected = as_numpy(theirs(**settings, latents=start, output_type="latent").frames)
-    latents = ours(**settings, latents=start.numpy(), output_type="latent").frames
-    np.testing.assert_allclose(latents, expected, rtol=0, atol=tolerance)
-    expected = theirs(**settings, latents=start, output_type="np").frames
-    frames = ours(**settings, latents=start.numpy(), output_type="np").frames
-    np.testing.assert_allclose(frames, expected, rtol=0, atol=tolerance)
+    compare_runs((TheirPipeline, WanImageToVideoPipeline), folder, start, settings, tolerance)
 
 
 CASES: dict[str, tuple[FamilyCheckpoint, tuple[int, ...], dict[str, Any]]] = {
