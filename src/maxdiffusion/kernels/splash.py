@@ -100,16 +100,23 @@ def splash_attention(
     return tokens
 
 
+def _splash_sizes(blocks: BlockSizes) -> dict[str, Any]:
+    """Returns the sizes that the kernels of jax and of tokamax both take."""
+    return {
+        "block_q": blocks.block_q,
+        "block_kv": blocks.block_kv,
+        "block_kv_compute": blocks.block_kv_compute,
+        "block_q_dkv": blocks.block_q_dkv,
+        "block_kv_dkv": blocks.block_kv_dkv,
+        "block_kv_dkv_compute": blocks.block_kv_dkv_compute,
+    }
+
+
 def _jax_block_sizes(splash: ModuleType, blocks: BlockSizes) -> Any:
     """Returns jax's own form of these sizes; a fused backward pass has no sizes for dq."""
     fused = bool(blocks.use_fused_bwd_kernel)
     return splash.BlockSizes(
-        block_q=blocks.block_q,
-        block_kv=blocks.block_kv,
-        block_kv_compute=blocks.block_kv_compute,
-        block_q_dkv=blocks.block_q_dkv,
-        block_kv_dkv=blocks.block_kv_dkv,
-        block_kv_dkv_compute=blocks.block_kv_dkv_compute,
+        **_splash_sizes(blocks),
         block_q_dq=None if fused else blocks.block_q_dq,
         block_kv_dq=None if fused else blocks.block_kv_dq,
         use_fused_bwd_kernel=fused,
@@ -141,14 +148,8 @@ class TokamaxOptions:
 
     def config(self, *, use_base2_exp: bool) -> Any:
         """Returns tokamax's own form of these options."""
-        blocks = self.blocks
         return tokamax_module().SplashConfig(
-            block_q=blocks.block_q,
-            block_kv=blocks.block_kv,
-            block_kv_compute=blocks.block_kv_compute,
-            block_q_dkv=blocks.block_q_dkv,
-            block_kv_dkv=blocks.block_kv_dkv,
-            block_kv_dkv_compute=blocks.block_kv_dkv_compute,
+            **_splash_sizes(self.blocks),
             use_fused_bwd_kernel=True,  # tokamax has no other
             use_base2_exp=use_base2_exp,
             use_experimental_scheduler=self.use_experimental_scheduler,
