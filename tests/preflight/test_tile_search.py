@@ -12,7 +12,6 @@ from maxdiffusion.attention.backends.flash import FlashBackend
 from maxdiffusion.attention.options import read_tuned_blocks, write_tuned_blocks
 from maxdiffusion.config.load import read_config
 from maxdiffusion.errors import ProblemsFound, RunFailed
-from maxdiffusion.preflight import tile_search
 from maxdiffusion.preflight.command import plan_on
 from maxdiffusion.preflight.tile_search import (
     Measured,
@@ -180,22 +179,18 @@ def test_the_command_times_kernels_and_writes_everything(tmp_path, capsys):
     }
 
 
-def test_a_run_searches_first_and_only_what_is_not_known(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(
-        tile_search,
-        "clock_meter",
-        lambda *_: Meter(how="by test", place="here", measure=seconds_by_queries),
-    )
+def test_a_run_searches_first_and_only_what_is_not_known(tmp_path, caplog):
+    meter = Meter(how="by test", place="here", measure=seconds_by_queries)
     path = tmp_path / "blocks.json"
     keys = (f"tuned_blocks_file={path}", "enable_tile_search=true")
     job = planned(*keys)
-    changed = search_before_run(job.builder, job.config, job.shape)
+    changed = search_before_run(job.builder, job.config, job.shape, meter)
     attention = changed.attention(job.shape)
     assert attention.self_attention.backend.blocks.block_q == 128
     assert attention.cross_attention.backend.blocks.block_q == 128
     caplog.clear()
     again = planned(*keys)
-    same = search_before_run(again.builder, again.config, again.shape)
+    same = search_before_run(again.builder, again.config, again.shape, meter)
     assert same.attention(again.shape) == attention
     assert "nothing to search" in caplog.messages[0]
     plain = planned()

@@ -231,11 +231,12 @@ def keep_winners(config: Config, rows: Sequence[TunedBlocks]) -> None:
 
 
 def search_before_run(
-    builder: ProgramBuilder, config: Config, shape: ProgramShape
+    builder: ProgramBuilder, config: Config, shape: ProgramShape, meter: Meter | None = None
 ) -> ProgramBuilder:
     """Returns the builder with the best tiles for its kernels, if `enable_tile_search` is set.
 
-    Kernels whose tiles `tuned_blocks_file` has are not searched.
+    Kernels whose tiles `tuned_blocks_file` has are not searched. `meter` rates a tile, by default
+    by the clock on the first device.
     """
     if not config.enable_tile_search:
         return builder
@@ -254,7 +255,7 @@ def search_before_run(
         logger.info("enable_tile_search: all kernels have known tiles, nothing to search")
         return builder
     search = Search(
-        meter=clock_meter(builder.mesh.devices.flat[0], config.tile_search_iters),
+        meter=meter or clock_meter(builder.mesh.devices.flat[0], config.tile_search_iters),
         mode=config.tile_search_mode,
         table=table_of(config),
     )
