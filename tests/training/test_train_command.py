@@ -17,9 +17,9 @@ from maxdiffusion.training.data.batches import SyntheticClips
 from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
 from maxdiffusion.training.data.store import SHARD, model_hash
 from maxdiffusion.training.data.synthetic import ClipFormat
+from tests.training.command_line import CONFIG, small_run
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
-CONFIG = Path(__file__).parents[2] / "configs" / "train_embedded.yml"
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
 
 
@@ -42,23 +42,11 @@ def cache(tmp_path):
 
 
 def arguments(tmp_path, *more):
-    return [
-        str(CONFIG),
-        f"pretrained_model_name_or_path={MODEL}",
-        "model_name=wan2.1",
-        "num_frames=5",
-        "height=32",
-        "width=32",
-        "seed=0",
-        "synthetic_clips=8",
-        "synthetic_pair_share=0",
-        "global_batch_size=8",
-        "ici_data_parallelism=8",
-        f"latent_cache_dir={tmp_path / 'cache'}",
+    folders = (
         f"checkpoint_dir={tmp_path / 'checkpoints'}",
         f"metrics_file={tmp_path / 'metrics.jsonl'}",
-        *more,
-    ]
+    )
+    return small_run(MODEL, tmp_path, *folders, *more)
 
 
 def read_steps(tmp_path):

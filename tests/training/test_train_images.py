@@ -22,9 +22,9 @@ from maxdiffusion.training.data.batches import SyntheticClips
 from maxdiffusion.training.data.latent_cache import CachedClips, CachePlan, fill_cache
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.models import clip_encoder
+from tests.training.command_line import small_run
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
-CONFIG = Path(__file__).parents[2] / "configs" / "train_embedded.yml"
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
 
 
@@ -38,23 +38,7 @@ def changed_model(folder, index=None, **sizes):
 
 
 def arguments(tmp_path, model, *more):
-    return [
-        str(CONFIG),
-        f"pretrained_model_name_or_path={model}",
-        "model_name=wan2.1",
-        "num_frames=5",
-        "height=32",
-        "width=32",
-        "seed=0",
-        "synthetic_clips=8",
-        "synthetic_pair_share=0",
-        "global_batch_size=8",
-        "ici_data_parallelism=8",
-        "train_text_encoder=false",
-        "weights_dtype=float32",
-        f"latent_cache_dir={tmp_path / 'cache'}",
-        *more,
-    ]
+    return small_run(model, tmp_path, "train_text_encoder=false", "weights_dtype=float32", *more)
 
 
 class Ends:
