@@ -22,10 +22,10 @@ class Chip:
 
     `usable_hbm_bytes` is the limit that libtpu 0.0.42 sets. `flops_per_cycle` counts bfloat16.
     `mxu_depth` is the length of a dot product that fills the MXU. `link_bandwidth` is one way over
-    one link between neighbouring chips; between the two devices of a chip it is `core_links` times
-    that. A side of the torus has a wraparound link from `wrap_from` chips on. `clock_share` is the
-    clock that times are computed at, as a share of that of the stated peak; `unpinned_share` is the
-    one that a job gets under power management, None where no measurement is known.
+    one link between neighbouring chips, and `core_links` times that between devices of a chip.
+    A side of the torus has a wraparound link from `wrap_from` chips on. `clock_share` is the clock
+    that times are computed at, as a share of that of the stated peak; `unpinned_share` is the one
+    that a job gets under power management, None where no measurement is known.
     """
 
     name: str
