@@ -95,9 +95,14 @@ class _Values:
 
     def __call__(self) -> np.ndarray:
         part = self.parameter[self.layer] if self.entry.stacked else self.parameter
-        if not part.is_fully_addressable:
-            part = multihost_utils.process_allgather(part, tiled=True)
-        return self.entry.transform.invert(np.asarray(part))
+        return self.entry.transform.invert(fetched(part))
+
+
+def fetched(part: jax.Array) -> np.ndarray:
+    """Returns an array on the host; with several processes all must call it."""
+    if not part.is_fully_addressable:
+        part = multihost_utils.process_allgather(part, tiled=True)
+    return np.asarray(part)
 
 
 def _groups(tensors: Iterable[TensorToWrite], max_bytes: int) -> Iterator[list[TensorToWrite]]:

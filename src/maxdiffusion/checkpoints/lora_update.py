@@ -77,6 +77,12 @@ class AdaptedTransformer:
         held |= self._factors(rooms, kept)
         return nnx.from_flat_state([*held.items()])
 
+    def factors(self, adapters: Sequence[Adapter]) -> nnx.State:
+        """Returns the rooms alone, filled with these adapters."""
+        kept, _ = self._split(adapters)
+        rooms = [entry for entry in self.source.table.entries if self._room(entry)]
+        return nnx.from_flat_state([*self._factors(rooms, kept).items()])
+
     def _split(self, adapters: Sequence[Adapter]) -> tuple[Pairs, Changes]:
         """Returns the pairs that stay in rooms, and all other changes, by tensor."""
         kept: Pairs = {}

@@ -16,6 +16,7 @@ from maxdiffusion.config.job_fields import (
     ServingFields,
     StepFields,
     TrainingImageFields,
+    TrainingLoraFields,
 )
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
@@ -70,6 +71,7 @@ class Config(
     TrainingFields,
     TrainingDataFields,
     TrainingImageFields,
+    TrainingLoraFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

@@ -1,4 +1,4 @@
-"""Config fields of images and videos and of the server, declared as in `schema.py`.
+"""Config fields of inputs, of some trainings and of the server, declared as in `schema.py`.
 
 Paths are relative to the current folder; each of them may be an http(s) address. Public names are
 kept: `image_url` is the first frame, the `_path` fields of Animate are those of its public file.
@@ -182,6 +182,32 @@ class TrainingImageFields:
         0.1,
         "first_frame: share of clips that are trained as text to video.",
         Number(minimum=0, maximum=1),
+    )
+
+
+@field_group
+class TrainingLoraFields:
+    """Adapters that a training learns in place of the weights."""
+
+    train_lora: bool = setting(
+        False, "Train LoRA adapters of the transformers; all weights of the model are frozen."
+    )
+    train_lora_rank: int = setting(16, "Rank of every adapter.", POSITIVE)
+    train_lora_alpha: float | None = setting(
+        None,
+        "Adapters are scaled by this / train_lora_rank; null = the rank, so that the scale is 1.",
+        Nullable(Number(above=0)),
+    )
+    train_lora_modules: tuple[str, ...] = setting(
+        ("to_q", "to_k", "to_v", "to_out.0"),
+        "Linear maps of every block that get an adapter: the ends of diffusers' names, such as "
+        "to_q, attn1.to_q, ffn.net.0.proj or ffn.net.2.",
+        ListOf(Text()),
+    )
+    train_lora_from: str = setting(
+        "",
+        "LoRA file to start from, or a folder that an earlier training exported; empty = new "
+        "adapters, which change nothing at first.",
     )
 
 

@@ -26,6 +26,7 @@ from maxdiffusion.config.job_fields import (
     ServingFields,
     StepFields,
     TrainingImageFields,
+    TrainingLoraFields,
 )
 
 POSITIVE = Integer(minimum=1)
@@ -584,4 +585,5 @@ TRAINING_GROUPS: Mapping[str, type] = {
     "Training": TrainingFields,
     "Training data": TrainingDataFields,
     "Training on first frames": TrainingImageFields,
+    "Training of LoRA adapters": TrainingLoraFields,
 }

@@ -1,7 +1,8 @@
 """Checkpoints of a run: written in the background, complete or absent, checked when read.
 
     <folder>/<step>/state       every array of the state, by its path
-    <folder>/<step>/notes       position of the data, and a fingerprint of every array
+    <folder>/<step>/notes       position of the data, a fingerprint of every array, and the base:
+                                what adapters were trained on, empty for trainings of all weights
     <folder>/<step>/files.json  sizes and checksums of these files
 
 A damaged checkpoint (unreadable, or with other files or arrays than were written) is renamed with
@@ -28,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from maxdiffusion.distributed.coordination import assert_same_result, barrier, broadcast_from_first
-from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.errors import Collector, Problem, ProblemsFound, RunFailed
 from maxdiffusion.models.abstract import check_same_shapes
 from maxdiffusion.runtime.files import FilePath, as_path, move_folder
 from maxdiffusion.training.step import TrainState
@@ -103,13 +104,14 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run; keeps the last `keep`."""
+    """The checkpoints of one run; keeps the last `keep`, and reads those of its own `base`."""
 
-    def __init__(self, folder: FilePath, *, keep: int = 2):
+    def __init__(self, folder: FilePath, *, keep: int = 2, base: Mapping[str, str] | None = None):
         if keep < 1:
             raise ValueError(f"keep={keep}: must be at least 1")
         self.folder = as_path(os.fspath(folder))
         self._keep = keep
+        self._base = dict(base or {})
         self._writing = 0
         try:
             self._manager = self._open()
@@ -125,7 +127,7 @@ class Checkpoints:
         self.wait()  # raises errors of the previous checkpoint under its own name
         step = self._writing = int(state.step)
         arrays = flat_arrays(state)
-        notes = {"data": dict(data), "fingerprints": fingerprints(arrays)}
+        notes = {"data": dict(data), "fingerprints": fingerprints(arrays), "base": self._base}
         text = json.dumps(notes, sort_keys=True).encode()
         assert_same_result(f"the state after step {step}", hashlib.sha256(text).hexdigest())
         try:
@@ -194,6 +196,7 @@ class Checkpoints:
             damage = find_damage(self.folder / str(step))
             if damage is not None:
                 raise ValueError(damage)
+        check_base(self._items(step, **{NOTES: ocp.args.JsonRestore()})[NOTES], self._base, step)
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for path, array in flat_arrays(like).items()
@@ -212,11 +215,15 @@ class Checkpoints:
 
     def _arrays_and_notes(self, step: int, wanted: Mapping[str, Any]) -> tuple[Any, Any]:
         items = {STATE: ocp.args.StandardRestore(wanted), NOTES: ocp.args.JsonRestore()}
+        read = self._items(step, **items)
+        return read[STATE], read[NOTES]
+
+    def _items(self, step: int, **items: ocp.args.CheckpointArgs) -> Any:
+        """Returns parts of a checkpoint by name."""
         try:
-            read = self._manager.restore(step, args=ocp.args.Composite(**items))
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:  # orbax raises plain ones for damaged files
             raise ValueError(f"its files cannot be read: {error}") from error
-        return read[STATE], read[NOTES]
 
     def _set_aside(self, step: int, error: Exception) -> None:
         """Renames a damaged checkpoint and logs it."""
@@ -257,6 +264,30 @@ class Checkpoints:
         if jax.process_index() == 0 and "://" not in os.fspath(self.folder):
             for unfinished in self.folder.glob(f"*{UNFINISHED}*"):
                 shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_base(notes: Mapping[str, Any], base: Mapping[str, str], step: int) -> None:
+    """Raises ProblemsFound if a checkpoint belongs to a training on another base."""
+    written: Mapping[str, str] = notes.get("base", {})
+    remedy = "Continue with the config that it was made with, or name another checkpoint_dir"
+    if bool(written) != bool(base):
+        held = "adapters" if written else "all weights"
+        rule = f"checkpoint {step} is of a training of {held}"
+        raise ProblemsFound(
+            [Problem(name="train_lora", value=bool(base), rule=rule, remedy=remedy)]
+        )
+    Collector(
+        [
+            Problem(
+                name=name,
+                value=base.get(name),
+                rule=f"the adapters of checkpoint {step} were trained with {written.get(name)!r}",
+                remedy=remedy,
+            )
+            for name in sorted({*written, *base})
+            if written.get(name) != base.get(name)
+        ]
+    ).raise_if_any()
 
 
 def first_line(error: Exception) -> str:

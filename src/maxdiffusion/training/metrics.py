@@ -110,8 +110,9 @@ class MetricsWriter:
 
 
 BACKWARD = 2  # a backward pass costs two forward passes
+FROZEN_BACKWARD = 1  # without the gradients of weights, which are half of it
 FORMULA = (
-    "3 x forward; per layer and clip: 8 S D^2 + 4 S^2 D (self), 4 S D^2 + 4 T D^2 + 4 S T D "
+    "{passes} x forward; per layer and clip: 8 S D^2 + 4 S^2 D (self), 4 S D^2 + 4 T D^2 + 4 S T D "
     "(text), 4 S D M (feed-forward); S tokens, T text rows, D width, M inner width"
 )
 
@@ -128,8 +129,14 @@ def forward_flops(config: WanTransformerConfig, tokens: int, text_rows: int) -> 
 
 
 def step_work(
-    config: WanTransformerConfig, *, clips: int, tokens: int, text_rows: int, devices: int
+    config: WanTransformerConfig,
+    *,
+    clips: int,
+    tokens: int,
+    text_rows: int,
+    devices: int,
+    backward: int = BACKWARD,
 ) -> Work:
     """Returns the tokens of a step, and its TFLOP on each device."""
-    flops = (1 + BACKWARD) * clips * forward_flops(config, tokens, text_rows)
+    flops = (1 + backward) * clips * forward_flops(config, tokens, text_rows)
     return Work(tokens=clips * tokens, tflops_per_device=flops / 1e12 / devices)

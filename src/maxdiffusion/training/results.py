@@ -29,6 +29,7 @@ from maxdiffusion.generation.settings import (
     video_shape,
 )
 from maxdiffusion.mesh import parameter_sharding
+from maxdiffusion.models.abstract import Values
 from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
@@ -41,8 +42,9 @@ from maxdiffusion.pipelines.wan import WanPipeline
 from maxdiffusion.pipelines.weights import WanParameters, component_sources
 from maxdiffusion.runtime.files import FilePath, as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
+from maxdiffusion.training.lora.base import with_all_rooms
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts
-from maxdiffusion.training.step import TrainState
+from maxdiffusion.training.step import NOT_FROZEN, TrainState, joined
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import WanTraining
 
@@ -108,17 +110,23 @@ def config_of(template: Path, component: str, **changes: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """The model that is trained: config, folder, spec and training."""
+    """The model that is trained: config, folder, spec and training.
+
+    `frozen` are the weights that adapters are trained on.
+    """
 
     config: Config
     folder: ModelFolder
     spec: WanSpec
     training: WanTraining
+    frozen: Mapping[str, Values] = field(default_factory=lambda: NOT_FROZEN, repr=False)
 
     def states(self, state: TrainState) -> dict[str, nnx.State]:
         """Returns the running means as states; a shared transformer becomes both experts."""
-        training = self.training
-        states = {name: part.state(state.ema[name]) for name, part in training.models.items()}
+        training, values = self.training, joined(self.frozen, state.ema)
+        if training.lora is not None:
+            values |= {name: training.lora.scaled(values[name]) for name in training.experts.names}
+        states = {name: part.state(values[name]) for name, part in training.models.items()}
         if training.experts.trained is TrainedExperts.SHARED:
             states |= dict.fromkeys(self.spec.experts, states[HIGH_NOISE])
         return states
@@ -172,9 +180,11 @@ class SampleVideos:
 
     @cached_property
     def _builder(self) -> ProgramBuilder:
-        model = self.model
+        model, lora = self.model, self.model.training.lora
         return ProgramBuilder(
-            spec=model.spec.with_scan(model.config.scan_layers),
+            spec=model.spec.with_scan(model.config.scan_layers).with_adapter_rank(
+                0 if lora is None else lora.rank
+            ),
             settings=pipeline_settings(model.config, model.config.attention),
             mesh=model.training.mesh,
         )
@@ -221,6 +231,10 @@ class SampleVideos:
         models, mesh = self._builder.models, self._builder.mesh
         text = states.get(TEXT_ENCODER)
         like = models.transformer.parameters
+        if self.model.training.lora is not None:
+            states = {
+                name: with_all_rooms(states[name], like, mesh) for name in self.model.spec.experts
+            }
         return WanParameters(
             transformers={
                 name: placed(states[name], like, mesh) for name in self.model.spec.experts

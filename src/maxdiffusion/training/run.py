@@ -172,12 +172,13 @@ class Run:
     batches: Batches
     work_of: WorkOf = field(default=lambda batch: Work(), compare=False)
     on_sample: OnSample = field(default=lambda state: None, compare=False)
+    base: Mapping[str, str] = field(default_factory=dict)  # what adapters are trained on
 
 
 def train_steps(config: Config, run: Run, initial: TrainState) -> TrainState:
     """Returns the state after the last step, from the newest checkpoint or the initial state."""
     folder = as_path(config.checkpoint_dir)
-    checkpoints = Checkpoints(folder, keep=config.keep_checkpoints)
+    checkpoints = Checkpoints(folder, keep=config.keep_checkpoints, base=run.base)
     try:
         check_room(checkpoints, initial, config.keep_checkpoints)
         state = newest(checkpoints, run.batches, initial)

@@ -22,6 +22,7 @@ from maxdiffusion.training.data.latent_cache import CaptionedClips
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.data.video_folder import ClipSize, VideoClips, videos_in
 from maxdiffusion.training.image_conditioning import image_conditioning
+from maxdiffusion.training.lora.adapters import lora_settings
 from maxdiffusion.training.loss import (
     BellWeighting,
     EvenWeighting,
@@ -189,6 +190,8 @@ def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSou
             saved=config.names_which_can_be_saved,
             offloaded=config.names_which_can_be_offloaded,
         ),
+        lora=lora_settings(config, spec.transformer),
+        weights_dtype=np.dtype(config.weights_dtype),
         attention=config.attention,
         attention_options=attention_options(config),
     )

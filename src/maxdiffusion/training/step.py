@@ -2,7 +2,8 @@
 
     (TrainState, batch) --make_step--> (TrainState, StepReport)
 
-`TrainState` holds everything that a step changes; checkpoints save and restore it.
+`TrainState` holds everything that a step changes; checkpoints save and restore it. Frozen weights
+of models that are trained in part (LoRA) are a third input.
 """
 
 from collections.abc import Callable, Mapping
@@ -214,11 +215,19 @@ class StepReport:
 
 
 Step = Callable[[TrainState, Any], tuple[TrainState, StepReport]]
+StepOnFrozen = Callable[..., tuple[TrainState, StepReport]]
+"""A step whose optional third input are frozen parameters by the name of their model."""
+NOT_FROZEN: Mapping[str, Values] = {}
+
+
+def joined(frozen: Mapping[str, Values], values: Mapping[str, Values]) -> dict[str, Values]:
+    """Returns the parameters of all models: frozen ones, and those of a state."""
+    return {name: {**frozen.get(name, {}), **values.get(name, {})} for name in {**frozen, **values}}
 
 
 def make_step(
     loss: Loss, optimiser: Optimiser, *, trained: tuple[str, ...], accumulation: int = 1
-) -> Step:
+) -> StepOnFrozen:
     """Returns the step that trains the models named `trained` and leaves the others unchanged.
 
     A batch is split into `accumulation` microbatches; the result is that of the whole batch up to
@@ -227,12 +236,14 @@ def make_step(
     if accumulation < 1:
         raise ValueError(f"accumulation={accumulation}: must be at least 1")
 
-    def step(state: TrainState, batch: Any) -> tuple[TrainState, StepReport]:
+    def step(
+        state: TrainState, batch: Any, frozen: Mapping[str, Values] = NOT_FROZEN
+    ) -> tuple[TrainState, StepReport]:
         active = {name: state.values[name] for name in trained}
         rest = {name: part for name, part in state.values.items() if name not in trained}
 
         def of_microbatch(values: dict[str, Values], rows: Any, key: PRNGKeyArray) -> Any:
-            return loss({**rest, **values}, rows, key)
+            return loss(joined(frozen, {**rest, **values}), rows, key)
 
         gradient = jax.value_and_grad(of_microbatch, has_aux=True)
         (value, figures), gradients = _accumulated(gradient, active, batch, state, accumulation)

@@ -6,8 +6,8 @@ train_vae    clips -> autoencoder -> a diffusers folder
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from maxdiffusion import __version__
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder, component_digests
+from maxdiffusion.checkpoints.lora import LoraFile
 from maxdiffusion.config import Config
 from maxdiffusion.config.load import ParsedConfig
 from maxdiffusion.config.validate import check_profile
@@ -36,6 +37,8 @@ from maxdiffusion.runtime.tpu_flags import describe_flags, target_chip
 from maxdiffusion.training.data.batches import Batches, Order, as_signed
 from maxdiffusion.training.data.latent_cache import SKIPPED, CachedClips, CaptionedClips
 from maxdiffusion.training.data.store import ClipSet, ClipStore, as_clip_batch, clip_sets
+from maxdiffusion.training.lora.adapters import check_experts, check_lora
+from maxdiffusion.training.lora.base import AdapterRun
 from maxdiffusion.training.metrics import FORMULA
 from maxdiffusion.training.models import initial_state, vae_of
 from maxdiffusion.training.random_init import vae_json
@@ -65,32 +68,46 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingJob:
-    """A resolved job: the model, the training of every bucket, and the batches."""
+    """A resolved job: the model, the training of every bucket, and the batches.
+
+    `adapters` is for a training of adapters alone, `start` has the files that they start from.
+    """
 
     model: Model
     buckets: BucketedTraining
     batches: Batches
+    adapters: AdapterRun | None = None
+    start: Mapping[str, LoraFile] = field(default_factory=dict)
 
 
 def train(parsed: ParsedConfig) -> None:
-    """Trains the experts of a config, from the newest checkpoint if there is one."""
+    """Trains the experts or adapters of a config, from the newest checkpoint if there is one."""
     config = parsed.config
     check(config, parsed.problems)
     use_compilation_cache(config)
     job = resolve_job(config)
     logger.info(start_up_plan(job))
-    model, training = job.model, job.model.training
+    model, training, adapters = job.model, job.model.training, job.adapters
+    if adapters is not None:
+        model = replace(model, frozen=adapters.frozen_values())
+    steps = {name: job.buckets.bucketed_step(name, model.frozen) for name in training.experts.names}
     run = Run(
-        steps={name: job.buckets.bucketed_step(name) for name in training.experts.names},
+        steps=steps,
         expert_at=training.experts.at,
         batches=job.batches,
         work_of=job.buckets.work_of,
         on_sample=SampleVideos(model=model),
+        base={} if adapters is None else adapters.base_identity(),
     )
-    initial = initial_state(config, training, model.folder, model.spec)
+    if adapters is None:
+        initial = initial_state(config, training, model.folder, model.spec)
+    else:
+        initial = adapters.initial_state(job.start)
     state = train_steps(config, run, initial)
-    if config.export_dir:
+    if config.export_dir and adapters is None:
         export(model, state)
+    elif config.export_dir and adapters is not None:
+        adapters.export(state)
 
 
 def check(config: Config, earlier: Sequence[Problem]) -> None:
@@ -108,6 +125,8 @@ def check(config: Config, earlier: Sequence[Problem]) -> None:
         )
     with problems:
         check_whole_clips(config)
+    with problems:
+        check_lora(config)
     with problems:
         check_export_target(config)
     problems.raise_if_any()
@@ -143,26 +162,38 @@ def resolve_job(config: Config) -> TrainingJob:
         assert_equal_across_processes("inputs", component_digests(folder))
     if config.sample_every:
         sample_inputs(config, spec)
+    check_experts(config, spec)
     check_export_room(config, folder)
     store = ClipStore.of(config, folder, spec, clip_sets(config, spec))
     latents = [store.latent(clips).dims[:3] for clips in store.sets]
     batch = batch_shape(config, latents[0], store.caption_tokens)
     training = wan_training(config, spec, batch, Tokens(empty=store.empty_caption))
     BucketedTraining(training=training, latents=latents).check_attention()
+    adapters, start = None, {}
+    if training.lora is not None:
+        adapters = AdapterRun(config=config, folder=folder, spec=spec, training=training)
+        start = adapters.starting_files()
+        if config.export_dir:
+            size = adapters.adapter_bytes
+            check_free_space("export_dir", as_path(config.export_dir), size)
     store.fill()
     samples, text = store.read()
     training = replace(training, text=text)
+    if adapters is not None:
+        adapters = replace(adapters, training=training)
     seed = config.seed if config.enable_data_shuffling else None
     return TrainingJob(
         model=Model(config=config, folder=folder, spec=spec, training=training),
         buckets=BucketedTraining(training=training, latents=latents),
         batches=Batches(samples, Order(batch=batch.clips, seed=seed), as_clip_batch),
+        adapters=adapters,
+        start=start,
     )
 
 
 def check_export_room(config: Config, folder: ModelFolder) -> None:
     """Raises ProblemsFound if `export_dir` has no room for a model as large as the folder's."""
-    if config.export_dir:
+    if config.export_dir and not config.train_lora:
         size = sum(file.stat().st_size for file in folder.root.rglob("*") if file.is_file())
         check_free_space("export_dir", as_path(config.export_dir), size)
 
@@ -181,12 +212,13 @@ def start_up_plan(job: TrainingJob) -> str:
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             training.block_attention.describe(),
             training.image.describe(),
+            *([] if job.adapters is None else job.adapters.describe()),
             *profile_notes(config),
             *describe_flags(target_chip(config.topology)),
             f"batch: {batch.clips} clips of latents {sizes} in {batch.accumulation} pieces, "
             f"captions of up to {batch.caption_tokens} tokens from {reader}, "
             f"remat {training.remat.kind.value}",
-            f"TFLOP/s count {FORMULA}",
+            f"TFLOP/s count {FORMULA.format(passes=1 + training.backward)}",
         ]
     )
 

@@ -27,10 +27,11 @@ from maxdiffusion.attention import (
 )
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
-from maxdiffusion.models.abstract import AbstractModel
+from maxdiffusion.models.abstract import AbstractModel, Values
 from maxdiffusion.models.umt5 import Umt5Config, Umt5Encoder
 from maxdiffusion.models.wan import WanTransformer, WanTransformerConfig
 from maxdiffusion.training.image_conditioning import ImageConditioning, NoImage
+from maxdiffusion.training.lora.adapters import AdapterLoss, LoraSettings
 from maxdiffusion.training.loss import (
     ClipBatch,
     ExpertSchedule,
@@ -38,8 +39,17 @@ from maxdiffusion.training.loss import (
     RematPolicy,
     WanLoss,
 )
-from maxdiffusion.training.metrics import Work, step_work
-from maxdiffusion.training.step import Optimiser, Step, StepReport, TrainState, make_step
+from maxdiffusion.training.metrics import BACKWARD, FROZEN_BACKWARD, Work, step_work
+from maxdiffusion.training.step import (
+    NOT_FROZEN,
+    Loss,
+    Optimiser,
+    Step,
+    StepOnFrozen,
+    StepReport,
+    TrainState,
+    make_step,
+)
 from maxdiffusion.training.text import (
     TEXT_ENCODER,
     EncodedCaptions,
@@ -100,7 +110,10 @@ TextSource = Tokens | StoredText
 
 @dataclass(frozen=True, kw_only=True)
 class WanTraining:
-    """Everything that the training steps of a run are built from."""
+    """Everything that the training steps of a run are built from.
+
+    With `lora` its adapters are trained, and all weights are frozen in `weights_dtype`.
+    """
 
     transformer: WanTransformerConfig
     text_encoder: Umt5Config
@@ -115,13 +128,20 @@ class WanTraining:
     text_rate: float = 0.0  # share of the learning rate; 0: the text encoder is frozen
     dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
     remat: RematPolicy = field(default_factory=RematPolicy)
+    lora: LoraSettings | None = None
+    weights_dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
     attention: str = "dot_product"
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
 
     def build_transformer(self, rngs: nnx.Rngs) -> WanTransformer:
-        """Returns a transformer with float32 parameters that computes in `dtype`."""
-        return WanTransformer(
-            self.transformer, dtype=self.dtype, param_dtype=jnp.float32, rngs=rngs
+        """Returns a transformer that computes in `dtype`; trained parameters are float32."""
+        if self.lora is None:
+            return WanTransformer(
+                self.transformer, dtype=self.dtype, param_dtype=jnp.float32, rngs=rngs
+            )
+        roomy = replace(self.transformer, adapter_rank=self.lora.rank)
+        return self.lora.keep_rooms(
+            WanTransformer(roomy, dtype=self.dtype, param_dtype=self.weights_dtype, rngs=rngs)
         )
 
     def build_text_encoder(self, rngs: nnx.Rngs) -> Umt5Encoder:
@@ -186,19 +206,29 @@ class WanTraining:
             encoder=self.models[TEXT_ENCODER], empty=self.text.empty, dropout=self.caption_dropout
         )
 
-    def step(self, name: str) -> Step:
-        """Returns the step of one expert, compiled at first use; it donates the state."""
+    @property
+    def backward(self) -> int:
+        """Cost of a backward pass in forward passes; frozen weights have no gradient."""
+        return BACKWARD if self.lora is None else FROZEN_BACKWARD
+
+    def step(self, name: str, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
+        """Returns the step of one expert, compiled at first use; it donates the state.
+
+        `frozen` are the weights that adapters are trained on.
+        """
+        loss: Loss = self.loss(name)
+        if self.lora is not None:
+            loss = AdapterLoss(loss=loss, expert=name, lora=self.lora)
         trained = (name, TEXT_ENCODER) if self.text_rate > 0 else (name,)
         optimiser = replace(
             self.optimiser, rates={**self.optimiser.rates, TEXT_ENCODER: self.text_rate}
         )
-        step = make_step(
-            self.loss(name), optimiser, trained=trained, accumulation=self.batch.accumulation
-        )
-        return on_mesh(step, self.mesh)
+        step = make_step(loss, optimiser, trained=trained, accumulation=self.batch.accumulation)
+        used = {model: frozen[model] for model in (name, TEXT_ENCODER) if model in frozen}
+        return on_mesh(step, self.mesh, used)
 
 
-def on_mesh(step: Step, mesh: Mesh) -> Step:
+def on_mesh(step: StepOnFrozen, mesh: Mesh, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
     """Returns the step as one program on the mesh, with the state donated."""
 
     @cache
@@ -211,7 +241,7 @@ def on_mesh(step: Step, mesh: Mesh) -> Step:
         leaves, structure = jax.tree.flatten(state)
         shardings = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(mesh):
-            return program(shardings, structure)(state, place_batch(batch, mesh))
+            return program(shardings, structure)(state, place_batch(batch, mesh), {**frozen})
 
     return run
 
@@ -269,10 +299,10 @@ class BucketedTraining:
         for training in self.by_latent.values():
             training.block_attention  # noqa: B018 - a cached property
 
-    def bucketed_step(self, name: str) -> Step:
+    def bucketed_step(self, name: str, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
         """Returns the step of one expert; every size has a program, compiled at first use."""
         self.check_attention()
-        steps = {latent: training.step(name) for latent, training in self.by_latent.items()}
+        steps = {latent: training.step(name, frozen) for latent, training in self.by_latent.items()}
 
         def run(state: TrainState, batch: Any) -> tuple[TrainState, StepReport]:
             return steps[latent_of(batch)](state, batch)
@@ -288,6 +318,7 @@ class BucketedTraining:
             tokens=training.transformer.tokens(latent_of(batch)),
             text_rows=training.batch.caption_tokens + 1,
             devices=training.mesh.size,
+            backward=training.backward,
         )
 
 

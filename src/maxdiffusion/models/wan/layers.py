@@ -92,6 +92,11 @@ class Linear(nnx.Module):
             )
             self.lora_up = nnx.Param(jnp.zeros(up, numerics.param_dtype), dims=("rank", dims[1]))
 
+    def remove_room(self) -> None:
+        """Removes the room for adapters."""
+        del self.lora_down, self.lora_up
+        self.rank = 0
+
     def __call__(self, x: Float[Array, "*dims I"]) -> Float[Array, "*dims O"]:
         if not self.rank:
             return affine(x, self.kernel[...], self.bias[...], dtype=self.dtype)
