@@ -9,7 +9,7 @@ new adapters change nothing.
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -44,11 +44,14 @@ class LoraSettings:
 
     rank: int
     alpha: float
-    modules: tuple[str, ...]  # ours, such as `blocks.attn1.to_q`
+    names: tuple[str, ...]  # diffusers' inside a block, such as `ffn.net.2`
+    modules: tuple[str, ...]  # the same as paths of ours, such as `blocks.ffn.down`
 
     def __post_init__(self) -> None:
-        if self.rank < 1 or not self.alpha > 0 or not self.modules:
-            raise ValueError(f"{self}: rank and alpha must be above 0, and modules not empty")
+        if self.rank < 1 or not self.alpha > 0:
+            raise ValueError(f"rank={self.rank}, alpha={self.alpha}: both must be above 0")
+        if not self.modules or len(self.modules) != len(self.names):
+            raise ValueError(f"modules={self.modules}: must have the names {self.names}")
 
     @property
     def scale(self) -> float:
@@ -106,7 +109,7 @@ class LoraSettings:
 
     def describe(self) -> str:
         """Returns the line of the start-up report."""
-        names = ", ".join(module.removeprefix(f"{BLOCKS}.") for module in self.modules)
+        names = ", ".join(self.names)
         return f"LoRA: rank {self.rank}, alpha {self.alpha:g} (scale {self.scale:g}) of {names}"
 
 
@@ -147,16 +150,18 @@ def lora_settings(config: Config, transformer: WanTransformerConfig) -> LoraSett
     """Returns the adapters of a config, or None for a training of all weights."""
     if not config.train_lora:
         return None
-    alpha = config.train_lora_alpha
+    alpha, modules = config.train_lora_alpha, block_modules(transformer_map(transformer))
+    names = _matched(config.train_lora_modules, modules)
     return LoraSettings(
         rank=config.train_lora_rank,
         alpha=float(config.train_lora_rank) if alpha is None else alpha,
-        modules=_matched(config.train_lora_modules, block_modules(transformer_map(transformer))),
+        names=names,
+        modules=tuple(modules[name] for name in names),
     )
 
 
-def _matched(targets: tuple[str, ...], modules: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns the paths of the modules whose names end in one of the targets, as PEFT matches."""
+def _matched(targets: tuple[str, ...], modules: Collection[str]) -> tuple[str, ...]:
+    """Returns the modules whose names end in one of the targets, as PEFT matches them."""
     problems = []
     found: set[str] = set()
     known = sorted({end for name in modules for end in _ends(name)})
@@ -171,7 +176,7 @@ def _matched(targets: tuple[str, ...], modules: Mapping[str, str]) -> tuple[str,
         rule = f"names no linear map; there are {', '.join(modules)}"
         problems.append(_problem("train_lora_modules", [], rule, "Name at least one"))
     Collector(problems).raise_if_any()
-    return tuple(path for name, path in modules.items() if name in found)
+    return tuple(name for name in modules if name in found)
 
 
 def _ends(name: str) -> Iterator[str]:

@@ -135,7 +135,7 @@ class AdapterRun:
         identity = {
             "train_lora_rank": str(lora.rank),
             "train_lora_alpha": f"{lora.alpha:g}",
-            "train_lora_modules": ", ".join(lora.modules),
+            "train_lora_modules": ", ".join(lora.names),
             "weights_dtype": str(self.training.weights_dtype),
         }
         for name in self.training.experts.names:
@@ -165,7 +165,7 @@ class AdapterRun:
             f"memory: {trained:,} trainable parameters ({share:.2%} of the frozen ones), "
             f"{size(self.adapter_bytes)}, their mean {size(self.adapter_bytes)}, optimizer "
             f"{size(2 * self.adapter_bytes)}; frozen weights {size(held)} in "
-            f"{training.weights_dtype}, shared by {training.mesh.shape['fsdp']} devices",
+            f"{training.weights_dtype}, in {training.mesh.shape['fsdp']} shards (fsdp)",
         ]
 
     def export(self, state: TrainState) -> None:
@@ -229,10 +229,10 @@ def check_start(file: LoraFile, wanted: list[str], lora: LoraSettings) -> None:
     names, remedy = file.file.name, "Name the modules of the file in train_lora_modules"
     if other:
         rule = f"{names} changes {len(other)} other tensors, such as {other[0]}"
-        refuse("train_lora_modules", list(lora.modules), rule, remedy)
+        refuse("train_lora_modules", list(lora.names), rule, remedy)
     if missing:
         rule = f"{names} has no adapter of {len(missing)} tensors, such as {missing[0]}"
-        refuse("train_lora_modules", list(lora.modules), rule, remedy)
+        refuse("train_lora_modules", list(lora.names), rule, remedy)
     pairs = [one for changes in every.values() for one in changes if isinstance(one, LowRank)]
     if len(pairs) != sum(map(len, every.values())):
         refuse(FIELD, str(file.file), "has differences of tensors next to its pairs", "Use another")

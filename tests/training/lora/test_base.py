@@ -1,0 +1,193 @@
+"""The command trains adapters, continues exactly, starts from files and refuses other weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from maxdiffusion import train_wan
+from maxdiffusion.pipelines.spec import open_wan_folder
+from maxdiffusion.pipelines.text import PromptTokenizer
+from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
+from maxdiffusion.training.data.store import SHARD, model_hash
+from maxdiffusion.training.data.synthetic import ClipFormat
+from tests.training.test_train_images import Ends, Killed, changed_model, die, terminate
+
+MODEL = Path(__file__).parents[2] / "goldens" / "wan21_t2v"
+CONFIG = Path(__file__).parents[3] / "configs" / "train_lora_embedded.yml"
+CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
+FIRST = "pytorch_lora_weights.safetensors"
+
+
+def fill(cache, location, encode, clips=CLIPS):
+    """Clips that were encoded before: by a function instead of an autoencoder."""
+    folder, _ = open_wan_folder(location)
+    tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
+    longest = max(len(tokenizer.ids(clips.caption(index))) for index in range(len(clips)))
+    plan = CachePlan(
+        model=model_hash(folder),
+        caption_tokens=next(size for size in (32, 64, 128) if longest <= size),
+        shard=SHARD,
+    )
+    fill_cache(cache, clips, plan, encode=encode, tokenize=tokenizer.ids)
+
+
+def arguments(tmp_path, model, *more):
+    return [
+        str(CONFIG),
+        f"pretrained_model_name_or_path={model}",
+        "model_name=wan2.1",
+        "num_frames=5",
+        "height=32",
+        "width=32",
+        "synthetic_clips=8",
+        "ici_data_parallelism=4",
+        "ici_fsdp_parallelism=2",
+        f"latent_cache_dir={tmp_path / 'cache'}",
+        f"checkpoint_dir={tmp_path / 'checkpoints'}",
+        f"metrics_file={tmp_path / 'metrics.jsonl'}",
+        "export_dir=",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["train_lora_rank=0"], "train_lora_rank=0: must be at least 1"),
+        (["train_lora_alpha=0"], "train_lora_alpha=0: must be above 0"),
+        (["train_lora_modules=[to_qq]"], "has this name; there are attn1.to_q, attn1.to_k"),
+        (["train_lora_modules=[ffn.net.1.proj]"], "The nearest is 'ffn.net.0.proj'"),
+        (["train_lora_modules=[proj_out]"], "train_lora_modules='proj_out': no linear map"),
+        (["train_lora_modules=[]"], "names no linear map"),
+        (["train_from_scratch=true"], "train_from_scratch=True: train_lora trains adapters on"),
+        (["train_text_encoder=true"], "train_text_encoder=True: train_lora trains adapters of"),
+        (["text_encoder_learning_rate=1e-5"], "does not train the text encoder. Leave it out"),
+        (["lora_rank=4"], "train_lora_rank is the rank of trained adapters"),
+        (["train_lora=false"], "has a meaning for train_lora: true only. Set train_lora=true"),
+        (["train_lora_from=nowhere"], "train_lora_from='nowhere'"),
+    ],
+)
+def test_what_does_not_go_with_adapters_is_said_first(tmp_path, capsys, changes, message):
+    assert train_wan.main(arguments(tmp_path, MODEL, *changes)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_adapter_for_both_experts_is_refused(tmp_path, capsys):
+    where = ("model_name=wan2.2", "train_experts=shared", "num_frames=9", "height=64", "width=64")
+    assert train_wan.main(arguments(tmp_path, "embedded", *where)) == 2
+    assert "train_experts='shared': the experts of this model" in capsys.readouterr().err
+    file = tmp_path / FIRST
+    file.write_bytes(b"")
+    start = ("train_experts=both", f"train_lora_from={file}")
+    assert train_wan.main(arguments(tmp_path, "embedded", *where, *start)) == 2
+    assert "is one file, and transformer and transformer_2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_on_known_first_frames_continues_bit_for_bit(tmp_path, monkeypatch, capsys):
+    model = changed_model(tmp_path / "model", {"expand_timesteps": True})
+    rng = np.random.default_rng(0)
+    fill(tmp_path / "cache", model, lambda clips: rng.standard_normal((len(clips), 2, 4, 4, 16)))
+
+    def train(name, *more, where=model):
+        return train_wan.main(
+            arguments(
+                tmp_path,
+                where,
+                "max_train_steps=4",
+                "checkpoint_every=2",
+                "weights_dtype=bfloat16",
+                f"checkpoint_dir={tmp_path / name / 'checkpoints'}",
+                f"export_dir={tmp_path / name / 'lora'}",
+                f"metrics_file={tmp_path / name / 'metrics.jsonl'}",
+                *more,
+            )
+        )
+
+    assert train("whole") == 0
+    said = capsys.readouterr().out
+    assert "LoRA: rank 4, alpha 8 (scale 2) of attn1.to_q" in said
+    assert "trainable parameters" in said
+    assert "in bfloat16, in 2 shards (fsdp)" in said
+    ends = Ends(monkeypatch)
+    ends.after(1, terminate)
+    assert train("parts") != 0
+    ends.after(3, die)
+    with pytest.raises(Killed):
+        train("parts")
+    ends.never()
+    assert train("parts") == 0
+    assert "continuing after step 2" in capsys.readouterr().out
+    whole, parts = (load_file(tmp_path / name / "lora" / FIRST) for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    for name, value in whole.items():
+        np.testing.assert_array_equal(value, parts[name], err_msg=name)
+        assert np.abs(value).max() > 0
+    # Adapters and their moments alone are saved.
+    stored = (tmp_path / "whole" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
+    assert "lora_up" in stored
+    assert "kernel" not in stored
+    assert_starts_from_a_file(train, tmp_path, whole)
+    assert_refuses_other_weights(train, tmp_path, capsys)
+
+
+def assert_starts_from_a_file(train, tmp_path, whole):
+    """Without a step, the adapters that a run starts from are those that it ends with."""
+    again = (f"train_lora_from={tmp_path / 'whole' / 'lora'}", "max_train_steps=0")
+    assert train("again", *again) == 0
+    for name, value in load_file(tmp_path / "again" / "lora" / FIRST).items():
+        np.testing.assert_array_equal(value, whole[name], err_msg=name)
+    assert train("again", *again, "train_lora_rank=2") == 2
+    assert train("again", *again, "train_lora_modules=[to_q]") == 2
+
+
+def assert_refuses_other_weights(train, tmp_path, capsys):
+    capsys.readouterr()
+    other = shutil.copytree(tmp_path / "model", tmp_path / "other")
+    file = other / "transformer" / "diffusion_pytorch_model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert train("whole", where=other) == 2
+    said = capsys.readouterr().err
+    assert "weights of transformer=" in said
+    assert "the adapters of checkpoint 4 were trained with" in said
+    assert train("whole", "train_lora_alpha=4") == 2
+    assert "train_lora_alpha='4': the adapters of checkpoint 4" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_adapters_of_both_experts_learn_and_are_sampled(tmp_path, capsys):
+    """Clips are brighter than all that the model in the package knows."""
+    clips = SyntheticClips(clip=ClipFormat(frames=9, size=64), count=8, seed=0)
+    rng = np.random.default_rng(0)
+    fill(
+        tmp_path / "cache",
+        "embedded",
+        lambda videos: 1.5 + 0.2 * rng.standard_normal((len(videos), 3, 8, 8, 16)),
+        clips,
+    )
+    more = (
+        "model_name=wan2.2",
+        "train_experts=both",
+        "num_frames=9",
+        "height=64",
+        "width=64",
+        "max_train_steps=20",
+        "sample_every=20",
+        "num_inference_steps=1",
+        f"output_dir={tmp_path / 'samples'}",
+        f"export_dir={tmp_path / 'lora'}",
+    )
+    assert train_wan.main(arguments(tmp_path, "embedded", *more)) == 0
+    assert (tmp_path / "samples" / "step_000020.mp4").stat().st_size > 0
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    low = [line["learning/loss"] for line in lines if line["part"] == "transformer_2"]
+    assert np.mean(low[-3:]) < 0.7 * np.mean(low[:3])
+    names = {path.name for path in (tmp_path / "lora").iterdir()}
+    assert names == {FIRST, "pytorch_lora_weights_2.safetensors"}
