@@ -58,11 +58,11 @@ def arguments(tmp_path, model, *more):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["train_lora_rank=0"], "train_lora_rank=0: must be at least 1"),
-        (["train_lora_alpha=0"], "train_lora_alpha=0: must be above 0"),
-        (["train_lora_modules=[to_qq]"], "has this name; there are attn1.to_q, attn1.to_k"),
-        (["train_lora_modules=[ffn.net.1.proj]"], "The nearest is 'ffn.net.0.proj'"),
-        (["train_lora_modules=[proj_out]"], "train_lora_modules='proj_out': no linear map"),
+        (["train_lora_rank=0"], "train_lora_rank='0': must be an integer >= 1"),
+        (["train_lora_alpha=0"], "train_lora_alpha='0': must be a finite number > 0"),
+        (["train_lora_modules=['to_qq']"], "has this name; there are attn1.to_q, attn1.to_k"),
+        (["train_lora_modules=['ffn.net.1.proj']"], "The nearest is 'ffn.net.0.proj'"),
+        (["train_lora_modules=['proj_out']"], "train_lora_modules='proj_out': no linear map"),
         (["train_lora_modules=[]"], "names no linear map"),
         (["train_from_scratch=true"], "train_from_scratch=True: train_lora trains adapters on"),
         (["train_text_encoder=true"], "train_text_encoder=True: train_lora trains adapters of"),
@@ -143,7 +143,7 @@ def assert_starts_from_a_file(train, tmp_path, whole):
     for name, value in load_file(tmp_path / "again" / "lora" / FIRST).items():
         np.testing.assert_array_equal(value, whole[name], err_msg=name)
     assert train("again", *again, "train_lora_rank=2") == 2
-    assert train("again", *again, "train_lora_modules=[to_q]") == 2
+    assert train("again", *again, "train_lora_modules=['to_q']") == 2
 
 
 def assert_refuses_other_weights(train, tmp_path, capsys):
