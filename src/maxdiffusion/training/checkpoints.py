@@ -172,6 +172,17 @@ class Checkpoints:
                 self._set_aside(step, error)
         return None
 
+    def check_base(self) -> None:
+        """Raises ProblemsFound if the newest checkpoint is of a training on another base."""
+        for step in self.steps[-1:]:
+            if isinstance(self.folder, Path) and find_damage(self.folder / str(step)):
+                return  # `restore` sets it aside
+            check_base(self._notes(step), self._base, step)
+
+    def _notes(self, step: int) -> Mapping[str, Any]:
+        notes: Mapping[str, Any] = self._items(step, **{NOTES: ocp.args.JsonRestore()})[NOTES]
+        return notes
+
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
@@ -196,7 +207,7 @@ class Checkpoints:
             damage = find_damage(self.folder / str(step))
             if damage is not None:
                 raise ValueError(damage)
-        check_base(self._items(step, **{NOTES: ocp.args.JsonRestore()})[NOTES], self._base, step)
+        check_base(self._notes(step), self._base, step)
         wanted = {
             path: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
             for path, array in flat_arrays(like).items()

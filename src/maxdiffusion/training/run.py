@@ -187,6 +187,13 @@ def train_steps(config: Config, run: Run, initial: TrainState) -> TrainState:
         checkpoints.close()
 
 
+def check_base(config: Config, base: Mapping[str, str]) -> None:
+    """Raises ProblemsFound if the run would continue adapters of another base."""
+    folder = as_path(config.checkpoint_dir)
+    with closing(Checkpoints(folder, keep=config.keep_checkpoints, base=base)) as held:
+        held.check_base()
+
+
 def check_room(checkpoints: Checkpoints, state: TrainState, keep: int) -> None:
     """Raises ProblemsFound if the checkpoints of a run do not fit on the disk.
 

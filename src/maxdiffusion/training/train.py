@@ -50,7 +50,7 @@ from maxdiffusion.training.results import (
     export_model,
     sample_inputs,
 )
-from maxdiffusion.training.run import Run, train_steps
+from maxdiffusion.training.run import Run, check_base, train_steps
 from maxdiffusion.training.settings import (
     batch_shape,
     check_folders,
@@ -88,7 +88,10 @@ def train(parsed: ParsedConfig) -> None:
     job = resolve_job(config)
     logger.info(start_up_plan(job))
     model, training, adapters = job.model, job.model.training, job.adapters
+    base: Mapping[str, str] = {}
     if adapters is not None:
+        base = adapters.base_identity()
+        check_base(config, base)
         model = replace(model, frozen=adapters.frozen_values())
     steps = {name: job.buckets.bucketed_step(name, model.frozen) for name in training.experts.names}
     run = Run(
@@ -97,7 +100,7 @@ def train(parsed: ParsedConfig) -> None:
         batches=job.batches,
         work_of=job.buckets.work_of,
         on_sample=SampleVideos(model=model),
-        base={} if adapters is None else adapters.base_identity(),
+        base=base,
     )
     if adapters is None:
         initial = initial_state(config, training, model.folder, model.spec)
@@ -294,7 +297,16 @@ def check_vae_run(config: Config, earlier: Sequence[Problem]) -> None:
         check_profile(config, "max_train_steps", config.max_train_steps)
     with problems:
         check_folders(config, checkpoint_dir=config.checkpoint_dir)
+    with problems:
+        check_all_weights(config)
     problems.raise_if_any()
+
+
+def check_all_weights(config: Config) -> None:
+    """Raises ProblemsFound if adapters of an autoencoder are asked for."""
+    if config.train_lora:
+        rule, remedy = "adapters are trained for transformers", "Set train_lora=false"
+        raise ProblemsFound([Problem(name="train_lora", value=True, rule=rule, remedy=remedy)])
 
 
 def first_values(
