@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from maxdiffusion import WanPipeline, train_wan
+from maxdiffusion import WanPipeline, train_wan, train_wan_vae
 from maxdiffusion.config.load import load_config
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import open_wan_folder
 from maxdiffusion.pipelines.text import PromptTokenizer
+from maxdiffusion.training.checkpoints import check_base
 from maxdiffusion.training.data.batches import SyntheticClips
 from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
 from maxdiffusion.training.data.store import SHARD, model_hash
@@ -94,6 +96,22 @@ def test_an_adapter_for_both_experts_is_refused(tmp_path, capsys):
     start = ("train_experts=both", f"train_lora_from={file}")
     assert train_wan.main(arguments(tmp_path, "embedded", *where, *start)) == 2
     assert "is one file, and transformer and transformer_2" in capsys.readouterr().err
+
+
+def test_checkpoints_of_adapters_and_of_all_weights_do_not_mix():
+    base = {"weights of transformer": "1234"}
+    with pytest.raises(
+        ProblemsFound, match="train_lora=True: checkpoint 3 is of a training of all"
+    ):
+        check_base({"data": {}}, base, 3)  # as written before there were adapters
+    with pytest.raises(ProblemsFound, match="train_lora=False: checkpoint 3 .* of adapters"):
+        check_base({"base": base}, {}, 3)
+    check_base({"base": base}, base, 3)
+
+
+def test_an_autoencoder_has_no_adapters(tmp_path, capsys):
+    assert train_wan_vae.main(arguments(tmp_path, MODEL)) == 2
+    assert "train_lora=True: adapters are trained for transformers" in capsys.readouterr().err
 
 
 def test_samples_have_the_weights_that_the_file_gives_a_pipeline(tmp_path):
