@@ -55,6 +55,7 @@ def arguments(tmp_path, model, *more):
         "height=32",
         "width=32",
         "synthetic_clips=8",
+        "synthetic_pair_share=0",
         "ici_data_parallelism=4",
         "ici_fsdp_parallelism=2",
         f"latent_cache_dir={tmp_path / 'cache'}",
