@@ -25,6 +25,7 @@ from maxdiffusion.training.lora.base import AdapterRun
 from maxdiffusion.training.results import Model, SampleVideos
 from maxdiffusion.training.settings import batch_shape, wan_training
 from maxdiffusion.training.wan import Tokens
+from tests.training.command_line import small_run
 from tests.training.test_train_images import Ends, Killed, changed_model, die, terminate
 
 MODEL = Path(__file__).parents[2] / "goldens" / "wan21_t2v"
@@ -47,23 +48,17 @@ def fill(cache, location, encode, clips=CLIPS):
 
 
 def arguments(tmp_path, model, *more):
-    return [
-        str(CONFIG),
-        f"pretrained_model_name_or_path={model}",
-        "model_name=wan2.1",
-        "num_frames=5",
-        "height=32",
-        "width=32",
-        "synthetic_clips=8",
-        "synthetic_pair_share=0",
-        "ici_data_parallelism=4",
-        "ici_fsdp_parallelism=2",
-        f"latent_cache_dir={tmp_path / 'cache'}",
+    """The small run with the config of adapters, on a mesh that shards weights."""
+    _, *small = small_run(
+        model,
+        tmp_path,
+        *("ici_data_parallelism=4", "ici_fsdp_parallelism=2"),
         f"checkpoint_dir={tmp_path / 'checkpoints'}",
         f"metrics_file={tmp_path / 'metrics.jsonl'}",
         "export_dir=",
         *more,
-    ]
+    )
+    return [str(CONFIG), *small]
 
 
 @pytest.mark.parametrize(
@@ -113,6 +108,7 @@ def test_an_autoencoder_has_no_adapters(tmp_path, capsys):
     assert "train_lora=True: adapters are trained for transformers" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_samples_have_the_weights_that_the_file_gives_a_pipeline(tmp_path):
     config = load_config(arguments(tmp_path, MODEL, f"export_dir={tmp_path / 'lora'}"))
     folder, spec = open_wan_folder(MODEL)
@@ -154,6 +150,7 @@ def test_a_run_on_known_first_frames_continues_bit_for_bit(tmp_path, monkeypatch
                 "max_train_steps=4",
                 "checkpoint_every=2",
                 "weights_dtype=bfloat16",
+                "train_lora_modules=['attn1.to_q','ffn.net.2']",
                 f"checkpoint_dir={tmp_path / name / 'checkpoints'}",
                 f"export_dir={tmp_path / name / 'lora'}",
                 f"metrics_file={tmp_path / name / 'metrics.jsonl'}",
