@@ -117,8 +117,8 @@ CHIPS: dict[str, Chip] = {
             wrap_from=4,
             sources=(
                 f"{_CLOUD}/tpu7x: per chip 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, "
-                "1200 GB/s over 6 links both ways; two devices a chip; no figure for int8, measured "
-                "elsewhere at 31 % of 4614",
+                "1200 GB/s over 6 links both ways; two devices a chip",
+                "int8 on tpu7x: not stated; public measurements reach 31 % of 4614",
                 "core to core: six times one link, as the vendor states",
                 "clock without pinning: 40 steps of WAN 2.2 in 112.8 s, pinned 99.4 s (public "
                 "maxdiffusion PR 479, the same program); other work may get another clock",
