@@ -9,18 +9,22 @@ Weights are rounded to the nearest of 255 steps (int8) or to 3 bits behind the l
 lossy, and off unless a config names a format. Imported only then.
 """
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Num
+from jaxtyping import Array, Float, Int32, Num
 
 from maxdiffusion.models.wan.layers import product
 
 INT8, FLOAT8 = jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn)
 LARGEST = {INT8: 127.0, FLOAT8: 448.0}
 """The largest value of each format; int8 leaves out -128, so that it is symmetric."""
+
+
+_BINADES = 100
 
 
 class Activations(Enum):
@@ -46,6 +50,11 @@ class WeightFormat:
     def largest(self) -> float:
         """The largest value of the format."""
         return LARGEST[self.dtype]
+
+    @property
+    def rounds_activations(self) -> bool:
+        """True if products round their activations to 8 bits."""
+        return self.activations is Activations.PER_TOKEN
 
     def describe(self) -> str:
         """Returns a few words for plans and reports."""
@@ -73,10 +82,10 @@ class WeightFormat:
         dtype: jnp.dtype,
     ) -> Float[Array, "*dims O"]:
         """Returns x @ (values * scale), summed in float32."""
-        if self.activations is Activations.NATIVE:
-            total = product(x, values.astype(dtype), dtype=dtype)
-        else:
+        if self.rounds_activations:
             total = self._eight_bit_product(x, values)
+        else:
+            total = product(x, values.astype(dtype), dtype=dtype)
         return total * jnp.broadcast_to(scale, total.shape)
 
     def _eight_bit_product(
@@ -94,12 +103,28 @@ class WeightFormat:
         self, x: Float[Array, "*dims I"]
     ) -> tuple[Num[Array, "*dims I"], Float[Array, "*dims 1"]]:
         """Returns the 8-bit values of activations, and the scale of every token."""
-        wide = x.astype(jnp.float32)
-        most = jnp.max(jnp.abs(wide), axis=-1, keepdims=True)
-        inverse = jnp.where(most > 0, self.largest / most, 0.0)
-        return self._rounded(wide * inverse), most / self.largest
+        most = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
+        if self.dtype == INT8:
+            inverse = jnp.where(most > 0, self.largest / most, 0.0)
+            return self._rounded(x.astype(jnp.float32) * inverse), most / self.largest
+        # A power of two scales bfloat16 without rounding, in half the vector registers of float32,
+        # and a float8 is as precise in every binade.
+        exponent = _binades_below(most, self.largest)
+        inverse = jnp.ldexp(jnp.ones_like(most), exponent)
+        rows = self._rounded(x * inverse.astype(x.dtype))
+        return rows, jnp.ldexp(jnp.ones_like(most), -exponent)
 
     def _rounded(self, values: Float[Array, "*dims"]) -> Num[Array, "*dims"]:
-        """Returns values of at most `largest` (and a rounding error) in 8 bits."""
-        limited = jnp.clip(values, -self.largest, self.largest)
-        return (jnp.rint(limited) if self.dtype == INT8 else limited).astype(self.dtype)
+        """Returns values in 8 bits; they exceed `largest` by a rounding error at most."""
+        return (jnp.rint(values) if self.dtype == INT8 else values).astype(self.dtype)
+
+
+def _binades_below(values: Float[Array, "*dims"], largest: float) -> Int32[Array, "*dims"]:
+    """Returns the power of two by which each value can be multiplied without exceeding `largest`.
+
+    It stays in a range that float32 and bfloat16 hold; smaller values use less of the format.
+    """
+    fraction, exponent = jnp.frexp(values)
+    fraction_of_largest, exponent_of_largest = math.frexp(largest)
+    binades = exponent_of_largest - exponent - (fraction > fraction_of_largest).astype(jnp.int32)
+    return jnp.clip(binades, -_BINADES, _BINADES)
