@@ -1,10 +1,14 @@
 """Kernels in 8 bits: how far they are from the real ones, and that products use what is stored."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from maxdiffusion.mesh import MeshShape, build_mesh
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.models.wan.eight_bit import FLOAT8, INT8, Activations, WeightFormat
@@ -12,6 +16,7 @@ from maxdiffusion.models.wan.layers import Linear, Numerics
 from tests.models.wan.tiny_transformer import forward, golden_inputs
 
 EPS = 2.0**-23  # of float32
+INT8_PER_TOKEN = WeightFormat(dtype=INT8, activations=Activations.PER_TOKEN)
 FORMATS = pytest.mark.parametrize("dtype", [INT8, FLOAT8], ids=str)
 
 
@@ -98,6 +103,28 @@ def test_activations_per_token_are_as_close_as_their_format(dtype):
     assert (error[1, 3] == 0).all()
 
 
+def test_int8_products_are_the_same_on_every_mesh():
+    """Sums of integers are exact, and so is the largest value of a token that devices share."""
+    layer = linear(INT8_PER_TOKEN)
+    x = jnp.asarray(np.random.default_rng(3).standard_normal((2, 8, 96)), jnp.float32)
+    mesh = build_mesh(MeshShape(data=2, tensor=4))
+    graph, state = nnx.split(layer)
+    placed = {
+        "kernel": ("tensor", None),
+        "kernel_scale": (None,),
+        "bias": (None,),
+    }
+    sharded = nnx.from_flat_state(
+        [
+            (path, one.replace(jax.device_put(one[...], NamedSharding(mesh, P(*placed[path[-1]])))))
+            for path, one in nnx.to_flat_state(state)
+        ]
+    )
+    spread = jax.device_put(x, NamedSharding(mesh, P("data", None, "tensor")))
+    run = jax.jit(lambda state, x: nnx.merge(graph, state)(x))
+    np.testing.assert_array_equal(run(sharded, spread), run(state, x))
+
+
 def tiny(high_noise, weight_format: WeightFormat | None) -> WanTransformer:
     """Returns the tiny transformer; kernels of its blocks are quantized from the checkpoint's."""
     whole = values_of(nnx.state(high_noise.model()))
@@ -137,9 +164,7 @@ def test_the_transformer_is_that_of_its_stored_weights(high_noise, dtype):
 def test_embeddings_norms_and_the_head_stay_as_they_are(high_noise):
     values = values_of(nnx.state(tiny(high_noise, WeightFormat(dtype=INT8))))
     eight_bit = {name for name, value in values.items() if value.dtype == jnp.int8}
-    kernels = {
-        name for name in values if name.startswith("blocks.") and name.endswith(".kernel")
-    }
+    kernels = {name for name in values if name.startswith("blocks.") and name.endswith(".kernel")}
     assert eight_bit == kernels
     assert {f"{name}_scale" for name in kernels} <= set(values)
     assert len(kernels) == 10
