@@ -24,7 +24,8 @@ LARGEST = {INT8: 127.0, FLOAT8: 448.0}
 """The largest value of each format; int8 leaves out -128, so that it is symmetric."""
 
 
-_BINADES = 100
+_BINADES = 100  # float32 and bfloat16 hold more on either side of 1
+_NOTHING = 2.0**-_BINADES  # what is no larger becomes zero: its scale would not be a normal number
 
 
 class Activations(Enum):
@@ -70,7 +71,7 @@ class WeightFormat:
         """
         wide = kernel.astype(jnp.float32)
         most = jnp.max(jnp.abs(wide), axis=-2, keepdims=True)
-        scale = jnp.where(most > 0, most / self.largest, 1.0)
+        scale = jnp.where(most > _NOTHING, most / self.largest, 1.0)
         return self._rounded(wide / scale), scale[..., 0, :]
 
     def product(
@@ -105,10 +106,9 @@ class WeightFormat:
         """Returns the 8-bit values of activations, and the scale of every token."""
         most = jnp.max(jnp.abs(x), axis=-1, keepdims=True).astype(jnp.float32)
         if self.dtype == INT8:
-            inverse = jnp.where(most > 0, self.largest / most, 0.0)
+            inverse = jnp.where(most > _NOTHING, self.largest / most, 0.0)
             return self._rounded(x.astype(jnp.float32) * inverse), most / self.largest
-        # A power of two scales bfloat16 without rounding, in half the vector registers of float32,
-        # and a float8 is as precise in every binade.
+        # A power of two scales bfloat16 without rounding, and a float8 is as precise in every binade.
         exponent = _binades_below(most, self.largest)
         inverse = jnp.ldexp(jnp.ones_like(most), exponent)
         rows = self._rounded(x * inverse.astype(x.dtype))
@@ -120,10 +120,7 @@ class WeightFormat:
 
 
 def _binades_below(values: Float[Array, "*dims"], largest: float) -> Int32[Array, "*dims"]:
-    """Returns the power of two by which each value can be multiplied without exceeding `largest`.
-
-    It stays in a range that float32 and bfloat16 hold; smaller values use less of the format.
-    """
+    """Returns the exponent of the power of two that brings each value closest below `largest`."""
     fraction, exponent = jnp.frexp(values)
     fraction_of_largest, exponent_of_largest = math.frexp(largest)
     binades = exponent_of_largest - exponent - (fraction > fraction_of_largest).astype(jnp.int32)
