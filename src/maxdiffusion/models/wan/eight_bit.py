@@ -108,7 +108,7 @@ class WeightFormat:
         if self.dtype == INT8:
             inverse = jnp.where(most > _NOTHING, self.largest / most, 0.0)
             return self._rounded(x.astype(jnp.float32) * inverse), most / self.largest
-        # A power of two scales bfloat16 without rounding, and a float8 is as precise in every binade.
+        # A power of two scales bfloat16 without rounding; a float8 is as precise in every binade.
         exponent = _binades_below(most, self.largest)
         inverse = jnp.ldexp(jnp.ones_like(most), exponent)
         rows = self._rounded(x * inverse.astype(x.dtype))
