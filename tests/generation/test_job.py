@@ -206,8 +206,6 @@ def test_guidance_scales(path):
 
 
 REFUSED = {
-    "quantization": "int8",
-    "use_qwix_quantization": "true",
     "revision": "v2",
     "converted_weights_dir": "weights",
     "scheduler_dtype": "bfloat16",

@@ -5,8 +5,12 @@
 Parameters that several processes hold are read once in the job and then sent to the others
 (`device_buffers`). All problems of names and shapes are raised before a tensor is read. A read is a
 few megabytes, so the host needs that much per thread in addition to the parameters.
+
+Weights that a model keeps in 8 bits are read one parameter after the other, all layers of it, and
+quantized on the devices that hold it: no more than one of them is ever there in its wide dtype.
 """
 
+import functools
 import math
 import os
 import time
@@ -47,24 +51,39 @@ from maxdiffusion.checkpoints.safetensors_io import (
 )
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.mesh import parameter_sharding
-from maxdiffusion.models.abstract import dotted
+from maxdiffusion.models.abstract import KERNEL, SCALE, dotted
 from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry, Transform
+
+ParameterPath = tuple[Any, ...]
+Flat = dict[ParameterPath, nnx.Variable]  # parameters
 
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """A parameter (an abstract variable) and the stored tensors that it is made of."""
+    """A parameter (an abstract variable) and the stored tensors that it is made of.
 
-    path: tuple[Any, ...]
+    A parameter in 8 bits has a `scale` too, which is made of the same tensors.
+    """
+
+    path: ParameterPath
     variable: nnx.Variable
     entry: Entry
     sources: tuple[StoredTensor, ...]
     patches: tuple[tuple[TensorPatch, ...], ...]  # of each source
+    scale: nnx.Variable | None = None
 
     @property
-    def dims(self) -> tuple[str, ...]:
-        """The names of the dimensions; a parameter without them is replicated."""
-        return tuple(self.variable.get_metadata().get("dims", ()))
+    def variables(self) -> dict[ParameterPath, nnx.Variable]:
+        """The variables that the tensors become, by their paths."""
+        made = {self.path: self.variable}
+        return made if self.scale is None else made | {(*self.path[:-1], SCALE): self.scale}
+
+    @property
+    def read_as(self) -> np.dtype:
+        """The dtype that the tensors are read in."""
+        if self.scale is None:
+            return np.dtype(self.variable.dtype)
+        return np.dtype(self.variable.get_metadata()["read_as"])
 
 
 def match_parameters(
@@ -75,7 +94,8 @@ def match_parameters(
     Raises ProblemsFound with all tensors that are missing, unexpected or of another shape.
     """
     variables = {dotted(path): (path, value) for path, value in nnx.to_flat_state(abstract)}
-    differing = sorted(set(variables) ^ set(table.parameters))
+    scales = {path for path in variables if path.endswith(f".{SCALE}")}
+    differing = sorted((set(variables) - scales) ^ set(table.parameters))
     assert not differing, f"model and checkpoint map differ in {differing}"
     tensors, unexpected = _by_canonical_name(stored, table)
     problems = Collector([_unexpected(stored, name) for name in unexpected])
@@ -89,11 +109,25 @@ def match_parameters(
                 _check_tensor(stored, name, tensors.get(name), shape)
         found = tuple(tensors[name] for name in names if name in tensors)
         patches = tuple(stored.patches.get(name, ()) for name in names)
+        _, scale = variables.get(scale_of(entry.parameter), (None, None))
         matches.append(
-            Match(path=path, variable=variable, entry=entry, sources=found, patches=patches)
+            Match(
+                path=path,
+                variable=variable,
+                entry=entry,
+                sources=found,
+                patches=patches,
+                scale=scale,
+            )
         )
     problems.raise_if_any()
     return matches
+
+
+def scale_of(parameter: str) -> str:
+    """Returns the dotted path of the scale that a parameter has if it is in 8 bits."""
+    module, _, leaf = parameter.rpartition(".")
+    return f"{module}.{SCALE}" if leaf == KERNEL else ""
 
 
 def source_shapes(table: CheckpointMap, abstract: nnx.State) -> dict[str, tuple[int, ...]]:
@@ -283,13 +317,6 @@ class _Slot(NamedTuple):
     route: Route
     buffers: ParameterBuffers | None  # None: this process reads nothing of it
 
-    @property
-    def bytes_needed(self) -> int:
-        """The stored bytes of the slices that this process holds, whichever process reads them."""
-        stored = sum(tensor.float_dtype.itemsize for tensor in self.match.sources)
-        held = held_elements(self.route.final, self.match.variable.shape)
-        return held // len(self.match.sources) * stored
-
 
 def load_parameters(
     source: ComponentSource,
@@ -313,21 +340,92 @@ def load_components(
     """Returns the parameters of several components, loaded concurrently, and the cost."""
     options = options or LoadOptions()
     began = time.perf_counter()
-    slots = {
-        name: [_slot(match, mesh, options) for match in matches]
-        for name, matches in match_components(sources).items()
-    }
+    batches = _batches(match_components(sources))
+    needed = [_stored_bytes(batch, mesh) for batch in batches]
+    states: dict[str, Flat] = {name: {} for name in sources}
     with options.reader() as reader:
-        _run([_plan(found, options) for found in slots.values()], reader, options, progress)
+        for index, batch in enumerate(batches):
+            seen = _part_of(progress, sum(needed[:index]), sum(needed[index + 1 :]))
+            for name, loaded in _load_batch(batch, mesh, reader, options, seen).items():
+                states[name] |= loaded
         bytes_read = reader.bytes_read
-    arrays = _finished([slot for found in slots.values() for slot in found])
-    states = {name: _state(found, arrays) for name, found in slots.items()}
     report = LoadReport(
         bytes_read=bytes_read,
-        bytes_needed=sum(slot.bytes_needed for found in slots.values() for slot in found),
+        bytes_needed=sum(needed),
         seconds=time.perf_counter() - began,
     )
-    return states, report
+    return {name: nnx.from_flat_state([*flat.items()]) for name, flat in states.items()}, report
+
+
+def _batches(matches: Mapping[str, list[Match]]) -> list[dict[str, list[Match]]]:
+    """Returns what is read at once: all parameters in their own dtype, then each of the others."""
+    as_stored = {
+        name: [match for match in found if match.scale is None] for name, found in matches.items()
+    }
+    quantized = [
+        {name: [match]}
+        for name, found in matches.items()
+        for match in found
+        if match.scale is not None
+    ]
+    return [as_stored, *quantized]
+
+
+def _stored_bytes(batch: Mapping[str, list[Match]], mesh: Mesh | None) -> int:
+    """Returns the stored bytes of the slices that this process holds, whichever one reads them."""
+    total = 0
+    for match in (match for found in batch.values() for match in found):
+        stored = sum(tensor.float_dtype.itemsize for tensor in match.sources)
+        held = held_elements(sharding_of(match.variable, mesh), match.variable.shape)
+        total += held // len(match.sources) * stored
+    return total
+
+
+def _part_of(progress: Progress | None, before: int, after: int) -> Progress | None:
+    """Returns the progress of a batch as part of a load with these bytes before and after it."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(before + done, before + total + after)
+
+
+def _load_batch(
+    batch: Mapping[str, list[Match]],
+    mesh: Mesh | None,
+    reader: TensorReader,
+    options: LoadOptions,
+    progress: Progress | None,
+) -> dict[str, Flat]:
+    """Returns the parameters of one batch, by component."""
+    slots = {
+        name: [_slot(match, mesh, options) for match in found] for name, found in batch.items()
+    }
+    _run([_plan(found, options) for found in slots.values()], reader, options, progress)
+    arrays = _finished([slot for found in slots.values() for slot in found])
+    loaded: dict[str, Flat] = {name: {} for name in slots}
+    for name, found in slots.items():
+        for slot in found:
+            loaded[name] |= _filled(slot.match, arrays.pop(id(slot)), mesh)
+    return loaded
+
+
+def _filled(match: Match, array: jax.Array, mesh: Mesh | None) -> Flat:
+    """Returns the variables that a parameter becomes; this is where weights are quantized."""
+    if match.scale is None:
+        return {match.path: match.variable.replace(array)}
+    shardings = tuple(sharding_of(variable, mesh) for variable in match.variables.values())
+    quantize = _quantizer(match.variable.get_metadata()["weight_format"], shardings)
+    # Otherwise the next parameter is read while the wide form of this one is still there.
+    made = jax.block_until_ready(quantize(array))
+    return {
+        path: variable.replace(value)
+        for (path, variable), value in zip(match.variables.items(), made, strict=True)
+    }
+
+
+@functools.cache
+def _quantizer(weight_format: Any, shardings: tuple[Sharding, ...]) -> Callable[..., Any]:
+    """Returns the program that makes values and scales in these shardings."""
+    return jax.jit(weight_format.quantized, out_shardings=shardings)
 
 
 def match_components(sources: Mapping[str, ComponentSource]) -> dict[str, list[Match]]:
@@ -341,21 +439,21 @@ def match_components(sources: Mapping[str, ComponentSource]) -> dict[str, list[M
     return found
 
 
-def sharding_of(match: Match, mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of a parameter."""
+def sharding_of(variable: nnx.Variable, mesh: Mesh | None) -> Sharding:
+    """Returns the sharding of a parameter; one without names of dimensions is replicated."""
     if mesh is None:
         return SingleDeviceSharding(jax.local_devices()[0])
-    return parameter_sharding(mesh, match.dims, match.variable.shape)
+    dims = tuple(variable.get_metadata().get("dims", ()))
+    return parameter_sharding(mesh, dims, variable.shape)
 
 
 def _slot(match: Match, mesh: Mesh | None, options: LoadOptions) -> _Slot:
-    variable = match.variable
-    size = math.prod(variable.shape) * variable.dtype.itemsize
-    way = route(sharding_of(match, mesh), variable.shape, size, small_bytes=options.small_bytes)
+    shape, dtype = match.variable.shape, match.read_as
+    size, final = math.prod(shape) * dtype.itemsize, sharding_of(match.variable, mesh)
+    way = route(final, shape, size, small_bytes=options.small_bytes)
     if way.reading is None:
         return _Slot(match, way, None)
-    buffers = ParameterBuffers(variable.shape, variable.dtype, way.reading, options.buffer)
-    return _Slot(match, way, buffers)
+    return _Slot(match, way, ParameterBuffers(shape, dtype, way.reading, options.buffer))
 
 
 def _plan(slots: list[_Slot], options: LoadOptions) -> list[Read]:
@@ -404,17 +502,8 @@ def _finished(slots: list[_Slot]) -> dict[int, jax.Array]:
     if sent:
         held = [np.asarray(read[id(slot)]) if id(slot) in read else None for slot in sent]
         wanted = [
-            (slot.match.variable.shape, slot.match.variable.dtype, slot.route.final)
-            for slot in sent
+            (slot.match.variable.shape, slot.match.read_as, slot.route.final) for slot in sent
         ]
         moved = broadcast_arrays(held, wanted)
         arrays |= {id(slot): array for slot, array in zip(sent, moved, strict=True)}
     return arrays
-
-
-def _state(slots: list[_Slot], arrays: Mapping[int, jax.Array]) -> nnx.State:
-    """Returns the variables with their values, in the structure of the abstract state."""
-    flat: list[tuple[tuple[Any, ...], nnx.Variable]] = [
-        (slot.match.path, slot.match.variable.replace(arrays[id(slot)])) for slot in slots
-    ]
-    return nnx.from_flat_state(flat)

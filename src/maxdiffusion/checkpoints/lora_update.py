@@ -20,7 +20,13 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
+from maxdiffusion.checkpoints.load import (
+    ComponentSource,
+    Flat,
+    ParameterPath,
+    load_parameters,
+    scale_of,
+)
 from maxdiffusion.checkpoints.lora import Adapter, Change, LowRank
 from maxdiffusion.checkpoints.safetensors_io import FileReader, StoredTensor, TensorReader, whole
 from maxdiffusion.errors import Problem, ProblemsFound
@@ -31,8 +37,6 @@ from maxdiffusion.models.checkpoint_map import CheckpointMap, Entry
 DOWN, UP = "lora_down", "lora_up"
 Changes = dict[str, tuple[Change, ...]]  # by the tensor's name
 Pairs = dict[str, tuple[LowRank, ...]]  # by the tensor's name
-ParameterPath = tuple[Any, ...]
-Flat = dict[ParameterPath, nnx.Variable]  # parameters
 
 
 def without_rooms(abstract: nnx.State) -> nnx.State:
@@ -141,6 +145,7 @@ class AdaptedTransformer:
         """Returns the parameters of some entries, read with all that is fused into them."""
         source = self.source
         wanted = {entry.parameter for entry in entries}
+        wanted |= {scale_of(parameter) for parameter in wanted}
         flat = nnx.to_flat_state(source.abstract)
         patches = {**source.stored.patches}
         for name, added in changes.items():

@@ -37,7 +37,7 @@ from maxdiffusion.distributed.coordination import (
     new_shared_folder,
 )
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.models.abstract import values_of
+from maxdiffusion.models.abstract import dotted, values_of
 from maxdiffusion.models.checkpoint_map import CheckpointMap
 from maxdiffusion.runtime.files import (
     CacheKey,
@@ -76,8 +76,9 @@ class Manifest:
             "package version": __version__,
             "weight map": digest_value(repr(table)),
             "parameters": {
-                match.entry.parameter: f"{match.variable.dtype}{list(match.variable.shape)}"
+                dotted(path): f"{variable.dtype}{list(variable.shape)}"
                 for match in matches
+                for path, variable in match.variables.items()
             },
             **{f"content of {file.name}": file.sha256 for file in files},
             **({"adapters": [*adapters]} if adapters else {}),
@@ -229,19 +230,19 @@ class _Slot:
 
     def _read(self, mesh: Mesh | None) -> nnx.State:
         """Returns the cached parameters; each device reads its own shards."""
+        variables = {
+            path: variable for match in self.matches for path, variable in match.variables.items()
+        }
         abstract = {
-            match.entry.parameter: jax.ShapeDtypeStruct(
-                match.variable.shape, match.variable.dtype, sharding=sharding_of(match, mesh)
+            dotted(path): jax.ShapeDtypeStruct(
+                variable.shape, variable.dtype, sharding=sharding_of(variable, mesh)
             )
-            for match in self.matches
+            for path, variable in variables.items()
         }
         with _checkpointer() as checkpointer:
             values = checkpointer.restore(self.folder / PARAMETERS, abstract)
         return nnx.from_flat_state(
-            [
-                (match.path, match.variable.replace(values[match.entry.parameter]))
-                for match in self.matches
-            ]
+            [(path, variable.replace(values[dotted(path)])) for path, variable in variables.items()]
         )
 
 

@@ -10,7 +10,6 @@ from types import MappingProxyType
 
 from maxdiffusion.config.fields import (
     AnyList,
-    Choice,
     Effect,
     Field,
     FrozenDict,
@@ -55,7 +54,6 @@ def refused(
 
 
 EMPTY: FrozenDict[object] = FrozenDict()
-FULL_PRECISION = "Leave it at its default; weights_dtype: bfloat16 is the smallest format"
 
 ROWS = (
     # Model
@@ -179,21 +177,15 @@ ROWS = (
     ),
     ignored("replicate_vae", False, "Replicate the VAE on every device; always done."),
     # Quantization
-    refused(
-        "quantization",
-        "",
-        "Format of quantized weights; empty = none.",
-        way_out=FULL_PRECISION,
-        kind=Choice(("", "int8", "fp8", "fp8_full")),
-    ),
-    refused(
-        "use_qwix_quantization", False, "Quantize transformers with qwix.", way_out=FULL_PRECISION
-    ),
     ignored(
         "quantization_local_shard_count", -1, "Shards of a quantizer's range finding.", kind=SIZE
     ),
-    ignored("qwix_module_path", ".*", "Which modules qwix quantizes."),
-    ignored("quantization_calibration_method", "absmax", "Calibration method of qwix."),
+    ignored("qwix_module_path", ".*", "Which modules qwix quantizes; here all blocks."),
+    ignored(
+        "quantization_calibration_method",
+        "absmax",
+        "Calibration method of qwix; here always absmax.",
+    ),
     ignored("weight_quantization_calibration_method", "absmax", "As above, for weights."),
     ignored("act_quantization_calibration_method", "absmax", "As above, for activations."),
     ignored("bwd_quantization_calibration_method", "absmax", "As above, for gradients."),

@@ -13,6 +13,7 @@ from maxdiffusion.config.compat import COMPAT_FIELDS
 from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
 from maxdiffusion.config.job_fields import (
     InputFields,
+    QuantizationFields,
     ServingFields,
     StepFields,
     TrainingImageFields,
@@ -62,6 +63,7 @@ class Config(
     InputFields,
     OutputFields,
     NumberFields,
+    QuantizationFields,
     AttentionFields,
     DeviceFields,
     StartUpFields,

@@ -91,6 +91,27 @@ class StepFields:
 
 
 @field_group
+class QuantizationFields:
+    """Weights of the transformer's blocks in 8 bits: lossy, half the memory of bfloat16."""
+
+    use_qwix_quantization: bool = setting(
+        False, "Lossy: keep the weights of blocks in the format `quantization`; qwix is not needed."
+    )
+    quantization: str = setting(
+        "",
+        "8-bit format, with a scale for each output feature: int8, or fp8 (float8_e4m3fn); "
+        "fp8_full = fp8 with `quantize_activations: always`; empty = none.",
+        Choice(("", "int8", "fp8", "fp8_full")),
+    )
+    quantize_activations: str = setting(
+        "auto",
+        "With 8-bit weights: round activations to the same format, token by token, before they "
+        "are multiplied; auto = where the chip multiplies it faster than bfloat16.",
+        Choice(("auto", "always", "never")),
+    )
+
+
+@field_group
 class InputFields:
     """Images and videos that a job is given, and how they are used."""
 

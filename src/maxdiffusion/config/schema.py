@@ -23,6 +23,7 @@ from maxdiffusion.config.fields import (
 )
 from maxdiffusion.config.job_fields import (
     InputFields,
+    QuantizationFields,
     ServingFields,
     StepFields,
     TrainingImageFields,
@@ -574,6 +575,7 @@ GENERATION_GROUPS: Mapping[str, type] = {
     "Images and videos": InputFields,
     "Output": OutputFields,
     "Numbers": NumberFields,
+    "8-bit weights": QuantizationFields,
     "Attention": AttentionFields,
     "Devices": DeviceFields,
     "Start-up and compilation": StartUpFields,

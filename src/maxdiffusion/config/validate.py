@@ -107,6 +107,27 @@ def check_steps(config: Config) -> None:
     problems.raise_if_any()
 
 
+def check_quantization(config: Config) -> None:
+    """Refuses fields of 8-bit weights that have no meaning together."""
+    chosen, activations = config.quantization, config.quantize_activations
+    problems = []
+    if chosen and not config.use_qwix_quantization:
+        rule = "has no effect without use_qwix_quantization: true, as in public configs"
+        remedy = "Set use_qwix_quantization=true for 8-bit weights, or quantization='' for none"
+        problems.append(Problem(name="quantization", value=chosen, rule=rule, remedy=remedy))
+    if config.use_qwix_quantization and not chosen:
+        rule, remedy = "needs a format", "Set quantization=int8 or quantization=fp8"
+        name = "use_qwix_quantization"
+        problems.append(Problem(name=name, value=True, rule=rule, remedy=remedy))
+    refused = {"": "always", "fp8_full": "never"}
+    if activations == refused.get(chosen):
+        rule = f"contradicts quantization={chosen!r}"
+        remedy = "Leave it at auto, or set quantization=int8 or quantization=fp8"
+        name = "quantize_activations"
+        problems.append(Problem(name=name, value=activations, rule=rule, remedy=remedy))
+    Collector(problems).raise_if_any()
+
+
 def check_output(config: Config, videos: int | None) -> None:
     """Checks the names and folders of output files; `videos` is their number, if known."""
     problems = Collector()

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.kernels.tpu import VMEM_BYTES
+from maxdiffusion.kernels.tpu import CHIP_NAMES, VMEM_BYTES
 
 GIB = 2**30
 
@@ -25,7 +25,8 @@ class Chip:
     one link between neighbouring chips, and `core_links` times that between devices of a chip.
     A side of the torus has a wraparound link from `wrap_from` chips on. `clock_share` is the clock
     that times are computed at, as a share of that of the stated peak; `unpinned_share` is the one
-    that a job gets under power management, None where no measurement is known.
+    that a job gets under power management, None where no measurement is known. `double_rate` has
+    the 8-bit dtypes that the MXU multiplies twice as fast as bfloat16.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Chip:
     sources: tuple[str, ...]
     devices_per_chip: int = 1
     core_links: int = 1
+    double_rate: tuple[str, ...] = ()
     unpinned_share: float | None = None
     clock_share: float = 1.0
 
@@ -116,10 +118,12 @@ CHIPS: dict[str, Chip] = {
             sources=(
                 f"{_CLOUD}/tpu7x: per chip 2307 TFLOP/s bf16, 4614 fp8, 192 GiB, 7380 GB/s, "
                 "1200 GB/s over 6 links both ways; two devices a chip",
+                "int8 on tpu7x: not stated; public measurements reach 31 % of 4614",
                 "core to core: six times one link, as the vendor states",
                 "clock without pinning: 40 steps of WAN 2.2 in 112.8 s, pinned 99.4 s (public "
                 "maxdiffusion PR 479, the same program); other work may get another clock",
             ),
+            double_rate=("float8_e4m3fn",),
             unpinned_share=99.4 / 112.8,
         ),
         Chip(
@@ -133,7 +137,11 @@ CHIPS: dict[str, Chip] = {
             mxu_depth=256,
             link_bandwidth=100e9,
             wrap_from=16,
-            sources=(f"{_CLOUD}/v6e: 918 TFLOP/s bf16, 32 GB, 1638 GB/s, 800 GB/s over 4 links",),
+            sources=(
+                f"{_CLOUD}/v6e: 918 TFLOP/s bf16, 1836 int8, 32 GB, 1638 GB/s, "
+                "800 GB/s over 4 links",
+            ),
+            double_rate=("int8",),
         ),
         Chip(
             name="v5p",
@@ -146,7 +154,11 @@ CHIPS: dict[str, Chip] = {
             mxu_depth=128,
             link_bandwidth=100e9,
             wrap_from=4,
-            sources=(f"{_CLOUD}/v5p: 459 TFLOP/s bf16, 95 GB, 2765 GB/s, 1200 GB/s over 6 links",),
+            sources=(
+                f"{_CLOUD}/v5p: 459 TFLOP/s bf16, 918 int8, 95 GB, 2765 GB/s, "
+                "1200 GB/s over 6 links",
+            ),
+            double_rate=("int8",),
         ),
         Chip(
             name="v5e",
@@ -159,10 +171,20 @@ CHIPS: dict[str, Chip] = {
             mxu_depth=128,
             link_bandwidth=50e9,
             wrap_from=16,
-            sources=(f"{_CLOUD}/v5e: 197 TFLOP/s bf16, 16 GB, 819 GB/s, 400 GB/s over 4 links",),
+            sources=(
+                f"{_CLOUD}/v5e: 197 TFLOP/s bf16, 393 int8, 16 GB, 819 GB/s, 400 GB/s over 4 links",
+            ),
+            double_rate=("int8",),
         ),
     )
 }
+
+
+def multiplies_faster(device_kind: str, dtype: str) -> bool:
+    """Returns whether devices of a kind multiply this 8-bit dtype faster than bfloat16."""
+    chip = CHIP_NAMES.get(device_kind.lower())
+    return chip is not None and dtype in CHIPS[chip].double_rate
+
 
 # Chips along each side of the slices that libtpu compiles for.
 _CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8")

@@ -28,6 +28,7 @@ from maxdiffusion.config.validate import (
     check_guidance,
     check_output,
     check_profile,
+    check_quantization,
     check_refused,
     check_steps,
     check_vae,
@@ -333,7 +334,7 @@ def program_builder(
         spec=spec.with_scan(config.scan_layers)
         .with_spread_weights(choices.shards_weights)
         .with_adapter_rank(config.lora_rank),
-        settings=pipeline_settings(config, choices.attention),
+        settings=pipeline_settings(config, choices.attention, devices[0].device_kind),
         mesh=build_mesh(choices.mesh.ici, dcn=choices.mesh.dcn, devices=devices),
     )
 
@@ -374,7 +375,8 @@ def check_config(config: Config, *, device_count: int, spec: WanSpec | None = No
     `spec` is None while the model is not known.
     """
     problems = Collector()
-    for check in (check_refused, check_attention_name, check_guidance, check_steps):
+    checks = (check_refused, check_attention_name, check_guidance, check_steps, check_quantization)
+    for check in checks:
         with problems:
             check(config)
     with problems:

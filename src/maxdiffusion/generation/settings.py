@@ -34,6 +34,9 @@ from maxdiffusion.pipelines.tasks.base import Task, TextToVideo, VisualInputs
 from maxdiffusion.runtime.files import FilePath, as_path
 from maxdiffusion.runtime.timing import ProfilePlan
 
+if TYPE_CHECKING:
+    from maxdiffusion.models.wan.eight_bit import WeightFormat
+
 WAN_2_1_GUIDANCE = 5.0
 """The guidance scale that WAN 2.1 is published with."""
 PROFILE_FOLDER = "profile"
@@ -44,10 +47,13 @@ MATMUL_PRECISIONS: Mapping[str, MatmulPrecision] = {
 }
 
 
-def pipeline_settings(config: Config, attention: str) -> PipelineSettings:
-    """Returns precision, attention and decoding; `attention` is the name that `auto` stands for."""
+def pipeline_settings(config: Config, attention: str, device_kind: str = "") -> PipelineSettings:
+    """Returns precision, attention and decoding for a kind of device.
+
+    `attention` is the name that `auto` stands for.
+    """
     return PipelineSettings(
-        precision=precision(config),
+        precision=precision(config, device_kind),
         attention=attention,
         attention_options=attention_options(config),
         scan_layers=config.scan_layers,
@@ -57,8 +63,8 @@ def pipeline_settings(config: Config, attention: str) -> PipelineSettings:
     )
 
 
-def precision(config: Config) -> Precision:
-    """Returns the dtypes of every part."""
+def precision(config: Config, device_kind: str = "") -> Precision:
+    """Returns the dtypes of every part, on a kind of device."""
     return Precision(
         weights=jnp.dtype(config.weights_dtype),
         activations=jnp.dtype(config.activations_dtype),
@@ -66,6 +72,29 @@ def precision(config: Config) -> Precision:
         vae=jnp.dtype(config.vae_dtype),
         vae_weights=jnp.dtype(config.vae_weights_dtype),
         matmul=MATMUL_PRECISIONS[config.precision],
+        weight_format=weight_format(config, device_kind),
+    )
+
+
+def weight_format(config: Config, device_kind: str) -> "WeightFormat | None":
+    """Returns the 8-bit format of the blocks' weights, if the config asks for one."""
+    if not (config.use_qwix_quantization and config.quantization):
+        return None
+    # Both for 8-bit weights alone.
+    from maxdiffusion.costs.chips import multiplies_faster
+    from maxdiffusion.models.wan.eight_bit import FLOAT8, INT8, Activations, WeightFormat
+
+    dtype = INT8 if config.quantization == "int8" else FLOAT8
+    per_token = (
+        config.quantization == "fp8_full"
+        or {
+            "always": True,
+            "never": False,
+            "auto": multiplies_faster(device_kind, str(dtype)),
+        }[config.quantize_activations]
+    )
+    return WeightFormat(
+        dtype=dtype, activations=Activations.PER_TOKEN if per_token else Activations.NATIVE
     )
 
 

@@ -16,6 +16,8 @@ from maxdiffusion.mesh import parameter_sharding
 T = TypeVar("T")
 Model = TypeVar("Model", bound=nnx.Module)
 Values = dict[str, jax.Array]  # dotted path -> parameter
+KERNEL, SCALE = "kernel", "kernel_scale"
+"""Last parts of the paths of a linear map's weights, and of their scales if they have 8 bits."""
 
 
 def register_tree(cls: type[T]) -> type[T]:

@@ -1,13 +1,16 @@
 """Settings of a pipeline that its checkpoint does not fix: precision, attention, decoding."""
 
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax.numpy as jnp
 
 from maxdiffusion.attention import AttentionOptions
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae import Tiling
+
+if TYPE_CHECKING:
+    from maxdiffusion.models.wan.eight_bit import WeightFormat
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
@@ -34,7 +37,8 @@ def dtype_named(name: str, *, key: str = "dtype") -> jnp.dtype:
 class Precision:
     """Dtypes of weights and arithmetic by component, and the precision of matrix products.
 
-    The VAE defaults to float32: in bfloat16 its frames differ visibly.
+    The VAE defaults to float32: in bfloat16 its frames differ visibly. `weight_format` is the 8-bit
+    format of the linear maps of the transformer's blocks (lossy); None keeps them in `weights`.
     """
 
     weights: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
@@ -43,6 +47,7 @@ class Precision:
     vae: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
     vae_weights: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
     matmul: MatmulPrecision = "default"
+    weight_format: "WeightFormat | None" = None
 
     @classmethod
     def of(cls, dtype: str) -> "Precision":
@@ -51,9 +56,11 @@ class Precision:
         return cls(weights=chosen, activations=chosen, text_encoder=chosen)
 
     def describe(self) -> str:
-        """Returns one line that names every dtype."""
-        named = ", ".join(f"{part.name} {vars(self)[part.name]}" for part in fields(self))
-        return f"precision: {named}"
+        """Returns a line that names every dtype, and one on what is lossy."""
+        dtypes = [part.name for part in fields(self) if part.name != "weight_format"]
+        named = ", ".join(f"{name} {vars(self)[name]}" for name in dtypes)
+        lossy = "" if self.weight_format is None else f"\nlossy: {self.weight_format.describe()}"
+        return f"precision: {named}{lossy}"
 
 
 @dataclass(frozen=True, kw_only=True)

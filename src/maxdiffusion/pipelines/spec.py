@@ -284,6 +284,7 @@ def wan_models(spec: WanSpec, precision: Precision) -> WanModels:
                 spec.transformer,
                 dtype=precision.activations,
                 param_dtype=precision.weights,
+                weight_format=precision.weight_format,
                 rngs=rngs,
             )
         ),

@@ -132,7 +132,17 @@ def check(config: Config, earlier: Sequence[Problem]) -> None:
         check_lora(config)
     with problems:
         check_export_target(config)
+    with problems:
+        check_not_quantized(config)
     problems.raise_if_any()
+
+
+def check_not_quantized(config: Config) -> None:
+    """Raises ProblemsFound if weights are to be kept in 8 bits, which have no gradients."""
+    if config.quantization or config.use_qwix_quantization:
+        rule = "training updates weights in float32; 8-bit weights are for generation"
+        value, remedy = config.quantization, "Set quantization='' and use_qwix_quantization=false"
+        raise ProblemsFound([Problem(name="quantization", value=value, rule=rule, remedy=remedy)])
 
 
 def check_whole_clips(config: Config) -> None:

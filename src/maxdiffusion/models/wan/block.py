@@ -270,6 +270,9 @@ class WanBlock(nnx.Module):
 
     def __init__(self, config: WanTransformerConfig, numerics: Numerics, *, rngs: nnx.Rngs):
         self.eps = config.eps
+        # Rows that are rounded to 8 bits are written in that form.
+        weight_format = numerics.weight_format
+        self.materializes = weight_format is None or not weight_format.rounds_activations
         self.attn1 = SelfAttention(config, numerics, rngs=rngs)
         self.attn2 = CrossAttention(config, numerics, rngs=rngs)
         self.ffn = FeedForward(config, numerics, rngs=rngs)
@@ -287,7 +290,8 @@ class WanBlock(nnx.Module):
     ) -> Float[Array, "B S D"]:
         shift, scale, gate, shift_2, scale_2, gate_2 = self.modulations(step, x.shape[1])
         with jax.named_scope("self_attention"):
-            modulated = materialize(modulate(x, shift, scale, eps=self.eps))
+            modulated = modulate(x, shift, scale, eps=self.eps)
+            modulated = materialize(modulated) if self.materializes else modulated
             change = self.attn1(modulated, step, attention=attention.self_attention, layout=layout)
             x = constrain_tokens(gated_sum(x, change, gate), layout)
         with jax.named_scope("cross_attention"):

@@ -5,6 +5,7 @@ They round where the code that the checkpoints were trained with rounds.
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,9 @@ from jaxtyping import Array, Float, Num
 from maxdiffusion.kernels.qk_prep import rms_norm
 from maxdiffusion.mesh.mesh import FSDP_CONTEXT
 from maxdiffusion.models.wan.config import WanTransformerConfig
+
+if TYPE_CHECKING:
+    from maxdiffusion.models.wan.eight_bit import WeightFormat
 
 THETA = 10_000.0
 
@@ -54,10 +58,11 @@ def _by_token(tables: list[Float[Array, "F Y X _R"]]) -> Float[Array, "S R"]:
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """The dtypes of computation and of parameters."""
+    """The dtypes of computation and of parameters; kernels may have an 8-bit format instead."""
 
     dtype: jnp.dtype
     param_dtype: jnp.dtype
+    weight_format: "WeightFormat | None" = None
 
 
 FLOAT32 = Numerics(dtype=jnp.dtype(jnp.float32), param_dtype=jnp.dtype(jnp.float32))
@@ -68,6 +73,8 @@ class Linear(nnx.Module):
     """x @ kernel + bias, summed in float32 and rounded to `dtype` once.
 
     With a rank, x @ lora_down @ lora_up is part of the sum: room for adapters, zero without one.
+    With an 8-bit format, `kernel` holds its values and `kernel_scale` those of the output features;
+    the metadata of `kernel` say in which format, and in which dtype a checkpoint is read for it.
     """
 
     def __init__(
@@ -81,7 +88,16 @@ class Linear(nnx.Module):
     ):
         self.dtype = numerics.dtype
         self.rank = rank
-        self.kernel = nnx.Param(_KERNEL(rngs.params(), sizes, numerics.param_dtype), dims=dims)
+        self.weight_format = numerics.weight_format
+        kernel = _KERNEL(rngs.params(), sizes, numerics.param_dtype)
+        if self.weight_format is None:
+            self.kernel = nnx.Param(kernel, dims=dims)
+        else:
+            values, scale = self.weight_format.quantized(kernel)
+            self.kernel = nnx.Param(
+                values, dims=dims, weight_format=self.weight_format, read_as=kernel.dtype
+            )
+            self.kernel_scale = nnx.Param(scale, dims=(vector_dim(dims[1]),))
         self.bias = nnx.Param(
             jnp.zeros(sizes[1], numerics.param_dtype), dims=(vector_dim(dims[1]),)
         )
@@ -98,13 +114,19 @@ class Linear(nnx.Module):
         self.rank = 0
 
     def __call__(self, x: Float[Array, "*dims I"]) -> Float[Array, "*dims O"]:
-        if not self.rank:
-            return affine(x, self.kernel[...], self.bias[...], dtype=self.dtype)
-        narrow = product(x, self.lora_down[...], dtype=self.dtype)
-        added = product(narrow, self.lora_up[...], dtype=self.dtype)
-        whole = product(x, self.kernel[...], dtype=self.dtype)
-        bias = jnp.broadcast_to(self.bias[...].astype(jnp.float32), whole.shape)
-        return (whole + bias + added).astype(self.dtype)
+        whole = self._product(x)
+        whole = whole + jnp.broadcast_to(self.bias[...].astype(jnp.float32), whole.shape)
+        if self.rank:
+            narrow = product(x, self.lora_down[...], dtype=self.dtype)
+            whole = whole + product(narrow, self.lora_up[...], dtype=self.dtype)
+        return whole.astype(self.dtype)
+
+    def _product(self, x: Float[Array, "*dims I"]) -> Float[Array, "*dims O"]:
+        """Returns x @ kernel, summed in float32."""
+        if self.weight_format is None:
+            return product(x, self.kernel[...], dtype=self.dtype)
+        scale = self.kernel_scale[...]
+        return self.weight_format.product(x, self.kernel[...], scale, dtype=self.dtype)
 
 
 class LayerNorm(nnx.Module):

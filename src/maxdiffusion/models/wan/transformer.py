@@ -43,6 +43,7 @@ from maxdiffusion.models.wan.layers import (
 if TYPE_CHECKING:
     from maxdiffusion.models.wan.animate import Animation
     from maxdiffusion.models.wan.control import ControlBlocks
+    from maxdiffusion.models.wan.eight_bit import WeightFormat
 
 _ONE_DEVICE = ActivationLayout()
 
@@ -84,9 +85,12 @@ class WanTransformer(nnx.Module):
         *,
         dtype: DTypeLike,
         param_dtype: DTypeLike,
+        weight_format: "WeightFormat | None" = None,
         rngs: nnx.Rngs,
     ):
+        """`weight_format` is that of the linear maps of all blocks; None keeps `param_dtype`."""
         numerics = Numerics(dtype=jnp.dtype(dtype), param_dtype=jnp.dtype(param_dtype))
+        of_blocks = replace(numerics, weight_format=weight_format)
         patch_values = int(np.prod(config.patch)) * config.out_channels
         self.config = config
         self.dtype = numerics.dtype
@@ -96,8 +100,8 @@ class WanTransformer(nnx.Module):
         self.image_embedding = (
             None if config.image_dim is None else ImageEmbedding(config, numerics, rngs=rngs)
         )
-        self.blocks = _stacked_blocks(config, numerics, rngs)
-        self.control = _control_blocks(config, numerics, rngs)
+        self.blocks = _stacked_blocks(config, of_blocks, rngs)
+        self.control = _control_blocks(config, of_blocks, rngs)
         self.animation = _animation(config, numerics, rngs)
         self.scale_shift_table = modulation_table((2, config.model_dim), rngs)
         self.proj_out = Linear(

@@ -15,6 +15,7 @@ class Purpose(enum.Enum):
 
     PROJECTIONS = "projections"
     NORMS = "norms and modulation"
+    ROUNDING = "rounding to 8 bits"
     ROPE = "RoPE"
     TEXT_ATTENTION = "attention by XLA"
     LAYOUT = "layout copies"
@@ -51,6 +52,7 @@ SOURCES: tuple[tuple[str, str, Purpose], ...] = (
     ("models/wan/layers.py", "affine", Purpose.PROJECTIONS),
     ("models/wan/layers.py", "", Purpose.NORMS),
     ("models/wan/block.py", "gated_sum", Purpose.NORMS),
+    ("models/wan/eight_bit.py", "", Purpose.ROUNDING),
     ("kernels/reference.py", "normalise", Purpose.COPIES),
     ("kernels/reference.py", "", Purpose.TEXT_ATTENTION),
     ("kernels/qk_prep/", "rotate", Purpose.ROPE),
