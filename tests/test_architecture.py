@@ -18,6 +18,7 @@ ROOMS = (
     "cli",
     "serving",
     "preflight",
+    "quality",
     "training",
     "generation",
     "costs",

@@ -169,6 +169,17 @@ class InputFields:
 
 
 @field_group
+class QualityFields:
+    """Networks that compare_quality measures with, besides its own figures."""
+
+    lpips_weights: str = setting(
+        "",
+        "compare_quality: .safetensors file with the tensors of lpips.LPIPS(net='alex'); empty = "
+        "no LPIPS.",
+    )
+
+
+@field_group
 class TrainingImageFields:
     """Conditions of a training that come from the first frames of clips."""
 
