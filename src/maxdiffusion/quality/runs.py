@@ -11,12 +11,13 @@ Modes with the same programs share those, too.
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
 
+from maxdiffusion.attention import AttentionOptions
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.config.load import ParsedConfig, read_config
 from maxdiffusion.diffusion.caches.sen_cache import SenCache
@@ -27,6 +28,7 @@ from maxdiffusion.generation.resume import batches, list_videos
 from maxdiffusion.pipelines import pipeline_named
 from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request
+from maxdiffusion.pipelines.settings import Decoding
 from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.pipelines.wan import VideoPipeline
 from maxdiffusion.quality.metrics import WINDOW, Distance, distance
@@ -59,7 +61,14 @@ class ModeJob:
         builder, config = self.job.builder, self.job.config
         patches = [*(weights.patch_notes for weights in self.folder.weights.values())]
         files = (config.enable_lora, repr(config.lora_config), repr(patches))
-        return (repr(builder.spec), repr(builder.settings.precision), builder.mesh, *files)
+        # Attention and decoding are programs over the same weights.
+        settings = replace(
+            builder.settings,
+            attention="",
+            attention_options=AttentionOptions(),
+            decoding=Decoding(),
+        )
+        return (repr(builder.spec), repr(settings), builder.mesh, *files)
 
     @property
     def program_key(self) -> tuple[Any, ...]:
