@@ -46,11 +46,11 @@ def test_without_names_they_are_left_out_with_their_reasons(tmp_path):
 
 
 def test_modes_share_weights_where_they_are_the_same(tmp_path):
-    exact, runs, _ = resolved(tmp_path, ["other_dtype", "data_axis", "ulysses", "cfg_cache"])
+    exact, runs, _ = resolved(tmp_path, ["other_dtype", "data_axis", "ulysses", "sen_cache"])
     by_name = {run.name: run for run in runs}
     same = {name for name, run in by_name.items() if run.weights_key == exact.weights_key}
-    assert same == {"ulysses", "cfg_cache"}
-    assert by_name["cfg_cache"].program_key == exact.program_key
+    assert same == {"ulysses", "sen_cache"}
+    assert by_name["sen_cache"].program_key == exact.program_key
     assert by_name["ulysses"].program_key != exact.program_key
 
 

@@ -324,7 +324,7 @@ COMPARE_QUALITY = Command(
 """
     f"docs/quality.md explains the figures. {ALL_KEYS}",
     run=compare_quality,
-    common=(*SAMPLING, "prompts_file", "output_dir", "lpips_weights", *DEVICES),
+    common=(*SAMPLING, "prompts_file", "output_dir", "lpips_weights", "vbench_weights", *DEVICES),
 )
 READ_PROFILE = Command(
     name="read_profile",

@@ -177,6 +177,11 @@ class QualityFields:
         "compare_quality: .safetensors file with the tensors of lpips.LPIPS(net='alex'); empty = "
         "no LPIPS.",
     )
+    vbench_weights: str = setting(
+        "",
+        "compare_quality: folder of VBench's weights (its VBENCH_CACHE_DIR), where the package "
+        "vbench is installed; empty = no VBench.",
+    )
 
 
 @field_group

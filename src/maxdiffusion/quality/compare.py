@@ -52,9 +52,9 @@ def compare(parsed: ParsedConfig, arguments: Sequence[str], names: Sequence[str]
     use_compilation_cache(parsed.config)
     scorers = find_scorers(parsed.config)
     ledger = run_all(*resolve_modes(parsed, arguments, names))
-    scores = merged([scorer(ledger) for scorer in scorers])
-    logger.info("\n%s", table(ledger, scores))
     if jax.process_index() == 0:
+        scores = merged([scorer(ledger) for scorer in scorers])
+        logger.info("\n%s", table(ledger, scores))
         write_files(ledger, scores)
 
 

@@ -2,6 +2,7 @@
 
     shapes    rates of right colour, shape, motion and background, for captions of moving shapes
     LPIPS     distance of deep features (AlexNet), if `lpips_weights` names its weights
+    VBench    dimensions of single clips, if `vbench_weights` names its weights
 
 A scorer is found before anything runs, so that missing files are reported first.
 """
@@ -31,6 +32,11 @@ def find_scorers(config: Config) -> list[Scorer]:
         from maxdiffusion.quality.lpips import Lpips  # for this field alone
 
         scorers.append(lpips_scorer(Lpips.read(Path(config.lpips_weights).expanduser())))
+    if config.vbench_weights:
+        from maxdiffusion.quality.vbench import Vbench  # for this field alone
+
+        vbench = Vbench.find(Path(config.vbench_weights).expanduser(), config.fps)
+        scorers.append(lambda ledger: {n: vbench(clips) for n, clips in clips_of(ledger).items()})
     return scorers
 
 
