@@ -18,6 +18,7 @@ ROOMS = (
     "cli",
     "serving",
     "preflight",
+    "quality",
     "training",
     "generation",
     "costs",
@@ -59,6 +60,7 @@ FEATURES = {
         *("calibrate_cache.py", "diffusion/caches/*", "generation/calibrate.py"),
         *("generation/latents.py", "generation/step_caches.py"),
     ),
+    "quality ledger": (10, "compare_quality.py", "quality/*"),
     "server": (22, "serve_wan.py", "plan_fleet.py", "serving/*", "costs/fleet.py"),
 }
 # Files of all the rest: text to video, training, preflight, several hosts.

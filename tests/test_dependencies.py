@@ -18,6 +18,7 @@ MODULES = {
     "ml-collections": "ml_collections",
     "orbax-checkpoint": "orbax",
     "pillow": "PIL",
+    "pytorch-msssim": "pytorch_msssim",
     "pyyaml": "yaml",
 }
 # Programs and type stubs of developers, and libraries that others load by name.

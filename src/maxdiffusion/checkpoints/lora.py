@@ -100,6 +100,7 @@ class LoraFile:
     changes: Mapping[str, tuple[Change, ...]] = field(repr=False)
     unmatched: tuple[Unmatched, ...] = ()
     notes: tuple[str, ...] = ()
+    settings_files: tuple[Path, ...] = ()  # other files that its alphas come from
 
     def scaled(self, strength: float) -> dict[str, tuple[Change, ...]]:
         """Returns the changes at a strength, which scales pairs and differences alike."""
@@ -194,7 +195,7 @@ UNSUPPORTED = {
 def read_lora(file: Path, targets: LoraTargets) -> LoraFile:
     """Returns a LoRA file matched to the tensors of a model; reads its header and alphas."""
     modules, unmatched = _by_module(file, targets)
-    settings, notes = _settings(file)
+    settings, notes, settings_files = _settings(file)
     changes: dict[str, tuple[Change, ...]] = {}
     with FileReader() as reader:
         for module, parts in modules.items():
@@ -205,7 +206,13 @@ def read_lora(file: Path, targets: LoraTargets) -> LoraFile:
                 continue
             for name, change in found:
                 changes[name] = (*changes.get(name, ()), change)
-    return LoraFile(file=file, changes=changes, unmatched=tuple(unmatched), notes=notes)
+    return LoraFile(
+        file=file,
+        changes=changes,
+        unmatched=tuple(unmatched),
+        notes=notes,
+        settings_files=settings_files,
+    )
 
 
 class _NotAppliedError(Exception):
@@ -348,17 +355,18 @@ class AdapterSettings:
         return self.alpha
 
 
-def _settings(file: Path) -> tuple[AdapterSettings, tuple[str, ...]]:
-    """Returns the settings in the header or next to the file, and a line about their source."""
+def _settings(file: Path) -> tuple[AdapterSettings, tuple[str, ...], tuple[Path, ...]]:
+    """Returns the settings in the header or next to the file, a line about it, and other files."""
     text = read_metadata(file).get(METADATA)
     if text is not None:
         values = _json(file, text)
         inner = {key.partition(".")[2] or key: value for key, value in values.items()}
-        return _parsed(file, inner), ("alpha from the header of the file",)
+        return _parsed(file, inner), ("alpha from the header of the file",), ()
     config = file.parent / PEFT_CONFIG
     if config.is_file():
-        return _parsed(config, _json(config, config.read_text())), (f"alpha from {PEFT_CONFIG}",)
-    return AdapterSettings(), ()
+        found = _parsed(config, _json(config, config.read_text()))
+        return found, (f"alpha from {PEFT_CONFIG}",), (config,)
+    return AdapterSettings(), (), ()
 
 
 def _json(file: Path, text: str) -> Mapping[str, Any]:
@@ -403,12 +411,15 @@ def fuse(stored: StoredWeights, adapters: Sequence[Adapter]) -> StoredWeights:
     return replace(
         stored,
         patches=patches,
-        patch_files=(*stored.patch_files, *(one.lora.file for one in adapters)),
-        patch_notes=(*stored.patch_notes, *_strengths(adapters)),
+        patch_files=(*stored.patch_files, *(file for file, _ in _uses(adapters))),
+        patch_notes=(*stored.patch_notes, *(note for _, note in _uses(adapters))),
     )
 
 
-def _strengths(adapters: Iterable[Adapter]) -> Iterator[str]:
+def _uses(adapters: Iterable[Adapter]) -> Iterator[tuple[Path, str]]:
+    """Yields every file that adapters read, and how its values are used."""
     for adapter in adapters:
-        tensors = len(adapter.lora.changes)
-        yield f"{adapter.lora.file.name} at {adapter.strength!r}, {tensors} tensors"
+        name, tensors = adapter.lora.file.name, len(adapter.lora.changes)
+        yield adapter.lora.file, f"{name} at {adapter.strength!r}, {tensors} tensors"
+        for file in adapter.lora.settings_files:
+            yield file, f"alpha of {name}"

@@ -57,6 +57,21 @@ def calibrate(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     run_distributed(parsed, calibrate)
 
 
+def compare_quality(arguments: Sequence[str]) -> None:
+    """Compares lossy modes of a config with its exact form, on all processes of the job."""
+    from maxdiffusion.quality.modes import split_arguments
+
+    rest, names = split_arguments(arguments)
+
+    def work(parsed: ParsedConfig, stated: Sequence[str]) -> None:
+        from maxdiffusion.cli.distributed_run import run_distributed
+        from maxdiffusion.quality.compare import compare
+
+        run_distributed(parsed, partial(compare, arguments=stated, names=names))
+
+    with_config(work)(rest)
+
+
 def serve(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Serves videos over HTTP, on all processes of the job."""
     require_serving()
@@ -293,6 +308,24 @@ CALIBRATE = config_command(
     run=calibrate,
     common=(*SAMPLING, "prompts_file", "flow_shift", "output_dir", *DEVICES),
 )
+COMPARE_QUALITY = Command(
+    name="compare_quality",
+    summary="Measures distances of lossy modes from the exact result, and of rounding.\n"
+    "Writes output_dir/quality.json and a contact sheet, output_dir/quality.png.",
+    arguments="CONFIG [--modes NAME ...] [key=value ...]",
+    details=f"{CONFIG_DETAILS.format(example='wan_tiny.yml')}\n"
+    """
+  --modes magcache,sen_cache      the modes to compare; without it, all that the config allows
+    exact, other rounding         other_dtype, data_axis, tensor_axis, ulysses, ring,
+                                  ulysses_ring, fixed_m
+    lossy                         fp8_attention, magcache, cfg_cache, sen_cache, guidance_cutoff,
+                                  half_steps, four_steps
+
+"""
+    f"docs/quality.md explains the figures. {ALL_KEYS}",
+    run=compare_quality,
+    common=(*SAMPLING, "prompts_file", "output_dir", "lpips_weights", "vbench_weights", *DEVICES),
+)
 READ_PROFILE = Command(
     name="read_profile",
     summary="Prints where the time of profiled steps went.",
@@ -327,5 +360,6 @@ docs/serving.md has an example.""",
 COMMANDS = (
     *(GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE),
     CALIBRATE,
+    COMPARE_QUALITY,
     PLAN_FLEET,
 )

@@ -13,6 +13,7 @@ from maxdiffusion.config.compat import COMPAT_FIELDS
 from maxdiffusion.config.fields import Effect, Field, FrozenDict, declared_fields, nearest_word
 from maxdiffusion.config.job_fields import (
     InputFields,
+    QualityFields,
     QuantizationFields,
     ServingFields,
     StepFields,
@@ -68,6 +69,7 @@ class Config(
     DeviceFields,
     StartUpFields,
     PreflightFields,
+    QualityFields,
     VaeFields,
     ServingFields,
     TrainingFields,

@@ -190,6 +190,22 @@ class InputFields:
 
 
 @field_group
+class QualityFields:
+    """Networks that compare_quality measures with, besides its own figures."""
+
+    lpips_weights: str = setting(
+        "",
+        "compare_quality: .safetensors file with the tensors of lpips.LPIPS(net='alex'); empty = "
+        "no LPIPS.",
+    )
+    vbench_weights: str = setting(
+        "",
+        "compare_quality: folder of VBench's weights (its VBENCH_CACHE_DIR), where the package "
+        "vbench is installed; empty = no VBench.",
+    )
+
+
+@field_group
 class TrainingImageFields:
     """Conditions of a training that come from the first frames of clips."""
 

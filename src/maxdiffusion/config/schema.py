@@ -23,6 +23,7 @@ from maxdiffusion.config.fields import (
 )
 from maxdiffusion.config.job_fields import (
     InputFields,
+    QualityFields,
     QuantizationFields,
     ServingFields,
     StepFields,
@@ -580,6 +581,7 @@ GENERATION_GROUPS: Mapping[str, type] = {
     "Devices": DeviceFields,
     "Start-up and compilation": StartUpFields,
     "Preflight": PreflightFields,
+    "Quality": QualityFields,
     "VAE": VaeFields,
     "Serving": ServingFields,
 }

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.attention import BlockAttention
 from maxdiffusion.diffusion import Sampler, step_row
 from maxdiffusion.diffusion.guidance import Action, Guidance, PlannedStep, RunPlan
-from maxdiffusion.errors import RunFailed
+from maxdiffusion.errors import Collector, Problem, RunFailed
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.wan import Conditioning, TextKeysValues, WanTransformer
 from maxdiffusion.models.wan.transformer import AroundBlocks, computed
@@ -163,9 +163,22 @@ class StepCache(ABC):
         """Fields that the programs of a cache depend on; all of them, unless a cache says less."""
         return self
 
+    def planned_for(self, plan: RunPlan, sampler: Sampler) -> RunPlan:
+        """Returns the plan with the action of every step; raises if the run does not suit it."""
+        rules = {
+            "this sampler draws new noise at every step, and kept predictions belong to the noise "
+            "before": sampler.draws_noise,
+            "step caches need a whole run, and this one starts in the middle": sampler.first_step,
+        }
+        name, value = "step cache", type(self).__name__
+        Collector(
+            [Problem(name=name, value=value, rule=rule) for rule, broken in rules.items() if broken]
+        ).raise_if_any()
+        return self.planned(plan)
+
     @abstractmethod
     def planned(self, plan: RunPlan) -> RunPlan:
-        """Returns the plan with the action of every step; raises if the run does not suit it."""
+        """Returns the plan with the action of every step; raises if its steps do not suit it."""
 
     @abstractmethod
     def rows(self, plan: RunPlan) -> Any:

@@ -105,6 +105,11 @@ class LcmCoefficients(NamedTuple):
 class FlowMatchLCM(FlowMatchSampler):
     """Samples a consistency or DMD model: data, new noise, data, ..."""
 
+    @property
+    def draws_noise(self) -> bool:
+        """True."""
+        return True
+
     @functools.cached_property
     def coefficients(self) -> LcmCoefficients:
         """The rows of all steps."""

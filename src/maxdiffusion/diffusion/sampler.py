@@ -53,6 +53,11 @@ class Sampler(ABC):
         check_falling(self.sigmas, steps=self.steps, shift=self.shift)
 
     @property
+    def draws_noise(self) -> bool:
+        """True if every step adds fresh noise."""
+        return False
+
+    @property
     @abstractmethod
     def timesteps(self) -> Schedule:
         """The timestep that the model gets at every step that runs."""

@@ -428,6 +428,14 @@ def check_experts(config: Config, spec: WanSpec) -> None:
             remedy=f"Use model_name={other}, or another model",
         )
         raise ProblemsFound([problem])
+    if expected == 1 and config.boundary_step_index is not None:
+        problem = Problem(
+            name="boundary_step_index",
+            value=config.boundary_step_index,
+            rule="this model has one transformer for all noise levels",
+            remedy="Leave it out",
+        )
+        raise ProblemsFound([problem])
 
 
 def check_mesh(

@@ -223,8 +223,11 @@ def run_plan(config: Config, spec: WanSpec, task: Task | None = None) -> RunPlan
     steps = steps if task is None else task.sampler(steps)
     if cache is not None and steps.first_step:
         raise ProblemsFound([_cache_starts_late(config)])
-    plan = plan_run(steps, scales=guidance_scales(config, spec), **options)
-    return plan if cache is None else cache.planned(plan)
+    scales = guidance_scales(config, spec)
+    if config.guidance_end_step is not None and not scales.active:
+        raise ProblemsFound([_nothing_to_end(config)])
+    plan = plan_run(steps, scales=scales, **options)
+    return plan if cache is None else cache.planned_for(plan, steps)
 
 
 def _cache_starts_late(config: Config) -> Problem:
@@ -233,6 +236,15 @@ def _cache_starts_late(config: Config) -> Problem:
         value=config.strength,
         rule="step caches need a whole run, and video to video starts in the middle",
         remedy="Leave out the video or the step cache",
+    )
+
+
+def _nothing_to_end(config: Config) -> Problem:
+    return Problem(
+        name="guidance_end_step",
+        value=config.guidance_end_step,
+        rule="guidance is off at every step: no scale is above 1",
+        remedy="Leave it out, or set a guidance scale",
     )
 
 

@@ -117,7 +117,7 @@ class Request:
             boundary_step_index=self.boundary_step_index,
             guidance_end_step=self.guidance_end_step,
         )
-        return plan if self.step_cache is None else self.step_cache.planned(plan)
+        return plan if self.step_cache is None else self.step_cache.planned_for(plan, self.sampler)
 
     def _count_problems(self) -> list[Problem]:
         videos = len(self.prompts)

@@ -21,6 +21,7 @@ from maxdiffusion.training.data.synthetic import (
     draw_scene,
     every_word,
     render,
+    scene_of,
 )
 
 ONE = ClipFormat()
@@ -112,3 +113,20 @@ def test_captions_name_what_is_shown_in_words_that_are_known():
 def test_bad_formats_are_refused(values, message):
     with pytest.raises(ValueError, match=message):
         ClipFormat(**values)
+
+
+def test_captions_are_read_back():
+    clip = ClipFormat()
+    for index in range(200):
+        scene = draw_scene(clip, Pool.ALL, seed=1, index=index)
+        found = scene_of(caption(scene, seed=1, index=index))
+        assert found is not None
+        assert found.background == scene.background
+        assert found.objects[0].combination == scene.objects[0].combination
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a red fox", "a red circle", "a red circle moves right on a pink background"]
+)
+def test_other_texts_have_no_scene(text):
+    assert scene_of(text) is None

@@ -64,6 +64,15 @@ class CfgCache(StepCache):
             )
             raise ProblemsFound([problem])
         estimated = self.estimated_steps(len(plan), plan.high_noise_steps)
+        if not any(estimated):
+            problem = Problem(
+                name="use_cfg_cache",
+                value=True,
+                rule=f"no step of this run can be estimated: it has {len(plan)} steps, "
+                f"{plan.high_noise_steps} of them of the high-noise expert",
+                remedy="Use more steps, or use_cfg_cache=false",
+            )
+            raise ProblemsFound([problem])
         return RunPlan(
             steps=tuple(
                 replace(step, action=Action.ESTIMATE, guidance=Unguided()) if estimate else step

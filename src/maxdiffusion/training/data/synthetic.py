@@ -2,11 +2,13 @@
 
 draw_scene   a random scene; the same seed and number give the same scene on every machine
 caption      a sentence for a scene, from a small grammar with several wordings
+scene_of     the scene of such a sentence
 render       the frames of a scene, with antialiased edges
 """
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
@@ -175,6 +177,65 @@ def caption(scene: Scene, *, seed: int, index: int) -> str:
         moving=" and ".join(moving for _, moving in parts),
         backdrop=_choose(rng, BACKDROPS[scene.background]),
     )
+
+
+def scene_of(text: str) -> Scene | None:
+    """Returns the scene that a caption of one shape describes; None for any other text.
+
+    The shape is in the middle, of a usual size and travel: captions do not say them.
+    """
+    for sentence in dict.fromkeys(SENTENCES):
+        moving = "{moving}" in sentence
+        found = re.fullmatch(_pattern(sentence, moving), text.strip().lower().rstrip("."))
+        if found is None:
+            continue
+        motions = _motion_phrases(moving)
+        return Scene(
+            background=_name_of(found["backdrop"], BACKDROPS),
+            objects=(
+                MovingShape(
+                    shape=_name_of(found["noun"], NOUNS),
+                    colour=found["colour"],
+                    motion=motions[found["motion"]],
+                    row=31.5,
+                    column=31.5,
+                    radius=11.0,
+                    travel=1.8 if motions[found["motion"]] in VERBS else 16.0,
+                ),
+            ),
+        )
+    return None
+
+
+def _pattern(sentence: str, moving: bool) -> str:
+    """Returns the expression of a sentence; longer phrases come before their beginnings."""
+    nouns = {noun for row in NOUNS.values() for noun in row}
+    backdrops = {backdrop for row in BACKDROPS.values() for backdrop in row}
+    thing = f"an? (?P<colour>{_any(COLOURS)}) (?P<noun>{_any(nouns)})"
+    phrase = f"{thing} (?P<motion>{_any(_motion_phrases(moving))})"
+    return sentence.replace(".", r"\.").format(
+        finite=phrase, moving=phrase, backdrop=f"(?P<backdrop>{_any(backdrops)})"
+    )
+
+
+def _any(phrases: Iterable[str]) -> str:
+    return "|".join(sorted(phrases, key=len, reverse=True))
+
+
+def _motion_phrases(moving: bool) -> dict[str, str]:
+    """Returns the motion of every phrase, of participles or of finite forms."""
+    form = 1 if moving else 0
+    phrases = {pair[form]: motion for motion, pairs in VERBS.items() for pair in pairs}
+    return phrases | {
+        f"{pair[form]} {where}": motion
+        for motion, directions in DIRECTIONS.items()
+        for where in directions
+        for pair in GOING
+    }
+
+
+def _name_of(phrase: str, table: Mapping[str, tuple[str, ...]]) -> str:
+    return next(name for name, phrases in table.items() if phrase in phrases)
 
 
 def every_word() -> tuple[str, ...]:
