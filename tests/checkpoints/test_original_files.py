@@ -15,6 +15,7 @@ from maxdiffusion.checkpoints.original_files import (
 )
 from maxdiffusion.checkpoints.safetensors_io import FileReader, whole
 from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.models.wan.original import Piece
 from tests.checkpoints.small_model import (
     SHAPES,
     assert_holds,
@@ -36,12 +37,12 @@ def to_original(name):
     return name.replace("blocks.", "layers.").replace("embedding.", "emb.")
 
 
-def to_diffusers(name):
+def pieces(name, shape):
     other = name.replace("layers.", "blocks.").replace("emb.", "embedding.")
-    return other if other in SHAPES else None
+    return (Piece(name=other, shape=shape),) if other in SHAPES else ()
 
 
-NAMES = NameDialects(to_diffusers=to_diffusers, to_original=to_original)
+NAMES = NameDialects(pieces=pieces, to_original=to_original)
 
 
 def original(values, prefix=""):

@@ -11,15 +11,17 @@ from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.models.wan.checkpoint import transformer_map
-from maxdiffusion.models.wan.original import TensorSizes, original_module, original_name
+from maxdiffusion.models.wan.original import TensorSizes, original_module
 from maxdiffusion.pipelines.settings import Precision
 from maxdiffusion.pipelines.spec import TransformerFiles, open_wan_folder, wan_models
 from tests.oracle.lora_files import write_lora
+from tests.oracle.original_tensors import original_tensors
 from tests.oracle.tiny_checkpoints import TransformerSize
 from tests.oracle.tiny_family import (
     wan21_flf2v,
     wan21_i2v,
     wan21_vace,
+    wan22_animate,
     wan22_i2v,
     wan22_ti2v,
     write_family,
@@ -32,6 +34,7 @@ MEMBERS = {
     "2.2 image-to-video": lambda: wan22_i2v(3, transformer=SIZE),
     "TI2V": lambda: wan22_ti2v(4, transformer=SIZE),
     "VACE": lambda: wan21_vace(5, control_layers=(0, 1), transformer=SIZE),
+    "Animate": lambda: wan22_animate(6, face_size=512, every=1, transformer=SIZE),
 }
 
 
@@ -55,10 +58,7 @@ def files_of(target, folder, experts):
     """Writes one original file per expert."""
     for name in experts:
         (file,) = (folder / name).glob("*.safetensors")
-        save_file(
-            {original_name(n): v for n, v in load_file(file).items()},
-            target / f"{name}.safetensors",
-        )
+        save_file(original_tensors(load_file(file)), target / f"{name}.safetensors")
     paths = [str(target / f"{name}.safetensors") for name in experts]
     return TransformerFiles(first=paths[0], second="".join(paths[1:]))
 

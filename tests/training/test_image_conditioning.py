@@ -12,6 +12,7 @@ import pytest
 
 from maxdiffusion.config.load import load_config
 from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.models.clip import ClipVisionConfig
 from maxdiffusion.models.vae import ALL_FRAMES
 from maxdiffusion.pipelines.preprocess.images import first_frame_mask
 from maxdiffusion.pipelines.spec import open_wan_folder
@@ -204,7 +205,7 @@ def test_first_frames_are_followed_by_mid_grey():
 
 def spec_of(**changes):
     spec = open_wan_folder(MODEL)[1]
-    names = ("in_channels", "control_layers", "control_channels")
+    names = ("in_channels", "control_layers", "control_channels", "image_dim", "image_positions")
     sizes = {name: changes.pop(name) for name in names if name in changes}
     return replace(spec, transformer=replace(spec.transformer, **sizes), **changes)
 
@@ -219,6 +220,8 @@ def test_the_model_decides_unless_the_config_does():
     plain = config_of()
     assert image_conditioning(plain, spec_of()) == NoImage()
     assert image_conditioning(plain, spec_of(in_channels=36)) == ImageChannels()
+    clip = spec_of(in_channels=36, image_dim=8, image_encoder=ClipVisionConfig())
+    assert image_conditioning(plain, clip) == ImageChannels(clip_tokens=257)
     assert image_conditioning(plain, tokens) == KnownFirstFrame(dropout=0.1)
     assert image_conditioning(config_of(first_frame_dropout=0.3), tokens).dropout == 0.3
     assert image_conditioning(config_of(train_image_conditioning="none"), tokens) == NoImage()
@@ -232,6 +235,7 @@ def test_the_model_decides_unless_the_config_does():
         ({"train_image_conditioning": "first_frame"}, {}, "lacks `expand_timesteps: true`"),
         ({"first_frame_dropout": 0.2}, {"in_channels": 36}, "first_frame_dropout=0.2"),
         ({}, {"control_layers": (0,), "control_channels": 96}, r"needs control videos \(VACE\)"),
+        ({}, {"image_dim": 8, "image_positions": 514, "in_channels": 36}, "needs a last image too"),
     ],
 )
 def test_what_a_model_cannot_learn_is_refused(stated, model, message):

@@ -1,15 +1,12 @@
 """The command trains on first frames, continues bit for bit, and its model animates an image."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from safetensors.numpy import load_file
 
 from maxdiffusion import preprocess_wan, train_wan
 from maxdiffusion.pipelines.settings import PipelineSettings
@@ -17,12 +14,12 @@ from maxdiffusion.pipelines.spec import open_wan_folder
 from maxdiffusion.pipelines.tasks.base import Encoders, LatentShape, VisualInputs
 from maxdiffusion.pipelines.tasks.image_to_video import ImageToVideo, WanImageToVideoPipeline
 from maxdiffusion.runtime.video import read_video
-from maxdiffusion.training import run as training_run
 from maxdiffusion.training.data.batches import SyntheticClips
 from maxdiffusion.training.data.latent_cache import CachedClips, CachePlan, fill_cache
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.models import clip_encoder
 from tests.training.command_line import small_run
+from tests.training.interrupted import Ends, Killed, die, terminate, weights
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
@@ -39,46 +36,6 @@ def changed_model(folder, index=None, **sizes):
 
 def arguments(tmp_path, model, *more):
     return small_run(model, tmp_path, "train_text_encoder=false", "weights_dtype=float32", *more)
-
-
-class Ends:
-    """Ends a run after a step: asked by SIGTERM, or by an error before anything is saved."""
-
-    def __init__(self, monkeypatch):
-        self._reporter = training_run.reporter
-        self._monkeypatch = monkeypatch
-
-    def after(self, step, how):
-        def reporter(*values):
-            report = self._reporter(*values)
-
-            def reported(figures):
-                report(figures)
-                if figures.step == step:
-                    how()
-
-            return reported
-
-        self._monkeypatch.setattr(training_run, "reporter", reporter)
-
-    def never(self):
-        self._monkeypatch.setattr(training_run, "reporter", self._reporter)
-
-
-def terminate():
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Killed(BaseException):
-    """Ends a process; no command handles it."""
-
-
-def die():
-    raise Killed
-
-
-def weights(folder):
-    return load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
 
 
 @pytest.mark.slow

@@ -9,11 +9,13 @@ A location is a file, a folder, or a place on the hub (`owner/model`, `owner/mod
 * original or diffusers names, with or without `model.diffusion_model.` / `diffusion_model.`
 * 8-bit weights with scales (`scale_weight`, `weight_scale`): multiplied while they are read
 * parts of an all-in-one file that are not the transformer are left alone
+* tensors that hold several of diffusers' ones (Animate) are cut into their rows
 """
 
+import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -32,15 +34,23 @@ from maxdiffusion.checkpoints.safetensors_io import (
     StoredWeights,
     TensorPatch,
     TensorReader,
+    item_size,
     open_file,
     open_weights,
     whole,
 )
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.checkpoint_map import CheckpointMap
-from maxdiffusion.models.wan.original import TensorSizes, diffusers_name, original_name
+from maxdiffusion.models.wan.original import (
+    Piece,
+    TensorSizes,
+    fixed_values,
+    original_name,
+    pieces_of,
+)
 
-Rename = Callable[[str], str | None]
+Shape = tuple[int, ...]
+Pieces = Callable[[str, Shape], tuple[Piece, ...]]
 FIRST_FIELD = "wan_transformer_pretrained_model_name_or_path"
 SECOND_FIELD = "wan_transformer_2_pretrained_model_name_or_path"
 # Folders of the experts of one model, high noise first: Wan-AI's and diffusers'.
@@ -54,15 +64,26 @@ HUB_PATTERNS = (
 )
 
 
+def _none_fixed(name: str) -> np.ndarray | None:
+    del name
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class NameDialects:
-    """Both spellings of a model's tensor names, as functions that return None for unknown names."""
+    """Both spellings of a model's tensors.
 
-    to_diffusers: Rename
-    to_original: Rename
+    `pieces` returns diffusers' tensors inside an original one, none for an unknown name.
+    `to_original` returns the original tensor that holds one of diffusers', or None. `fixed` returns
+    the values of an original tensor that diffusers' model does not have, or None.
+    """
+
+    pieces: Pieces
+    to_original: Callable[[str], str | None]
+    fixed: Callable[[str], np.ndarray | None] = _none_fixed
 
 
-WAN_NAMES = NameDialects(to_diffusers=diffusers_name, to_original=original_name)
+WAN_NAMES = NameDialects(pieces=pieces_of, to_original=original_name, fixed=fixed_values)
 
 
 def with_transformers(
@@ -188,9 +209,10 @@ def open_transformer(path: Path, names: NameDialects) -> StoredWeights:
         for name, tensor in stored.tensors.items()
         if name.startswith(prefix) or not _is_other_part(name, prefix)
     }
-    rename, written = _dialect(stored, prefix, tensors, names)
+    tensors = _without_fixed(tensors, names)
+    pieces, written = _dialect(stored, prefix, tensors, names)
     found = _without_scales(stored, tensors)
-    return _translated(stored, found, rename=rename, written=written)
+    return _translated(stored, found, pieces=pieces, written=written)
 
 
 def _refuse_several_models(folder: Path) -> None:
@@ -222,14 +244,42 @@ def _is_other_part(name: str, prefix: str) -> bool:
     return prefix == PREFIXES[0] and name.startswith(OTHER_PARTS)
 
 
+def _without_fixed(
+    tensors: Mapping[str, StoredTensor], names: NameDialects
+) -> dict[str, StoredTensor]:
+    """Returns the tensors without fixed ones. Raises if one of these has other values."""
+    problems: list[Problem] = []
+    kept: dict[str, StoredTensor] = {}
+    with FileReader() as reader:
+        for name, tensor in tensors.items():
+            wanted = names.fixed(name)
+            if wanted is None:
+                kept[name] = tensor
+            elif not _holds(tensor, wanted, reader):
+                rule = "must be that of the released model, which is not read from files"
+                value = f"{tensor.dtype}{list(tensor.shape)}"
+                label = f"{tensor.file.name}: {tensor.name}"
+                problems.append(_problem(label, value, rule, "Use another file"))
+    Collector(problems).raise_if_any()
+    return kept
+
+
+def _holds(tensor: StoredTensor, wanted: np.ndarray, reader: TensorReader) -> bool:
+    """Returns whether a tensor is `wanted`, rounded to the dtype of the tensor."""
+    if tensor.shape != wanted.shape or tensor.dtype not in FLOAT_DTYPES:
+        return False
+    found = reader.read(tensor, whole(tensor.shape))
+    return bool(np.array_equal(found, wanted.astype(found.dtype)))
+
+
 def _dialect(
     stored: StoredWeights,
     prefix: str,
-    tensors: Collection[str],
+    tensors: Mapping[str, StoredTensor],
     names: NameDialects,
-) -> tuple[Rename, Callable[[str], str]]:
-    """Returns the function to diffusers' names, and the one back to the spelling of the file."""
-    original = sum(names.to_diffusers(name) is not None for name in tensors)
+) -> tuple[Pieces, Callable[[str], str]]:
+    """Returns the function to diffusers' tensors, and the one to names as the file spells them."""
+    original = sum(bool(names.pieces(name, one.shape)) for name, one in tensors.items())
     diffusers = sum(names.to_original(name) is not None for name in tensors)
     if not original and not diffusers:
         some = ", ".join(sorted(tensors)[:3]) or "none"
@@ -237,11 +287,12 @@ def _dialect(
         remedy = "Name a file with original or diffusers names"
         raise ProblemsFound([_problem("weights", str(stored.folder), rule, remedy)])
     if original >= diffusers:
-        return names.to_diffusers, lambda name: prefix + (names.to_original(name) or name)
-    return (
-        lambda name: name if names.to_original(name) else None,
-        lambda name: prefix + name,
-    )
+        return names.pieces, lambda name: prefix + (names.to_original(name) or name)
+    return _whole_tensor, lambda name: prefix + name
+
+
+def _whole_tensor(name: str, shape: Shape) -> tuple[Piece, ...]:
+    return (Piece(name=name, shape=shape),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,7 +335,7 @@ def _without_scales(stored: StoredWeights, tensors: Mapping[str, StoredTensor]) 
 
 
 def _translated(
-    stored: StoredWeights, found: _Tensors, *, rename: Rename, written: Callable[[str], str]
+    stored: StoredWeights, found: _Tensors, *, pieces: Pieces, written: Callable[[str], str]
 ) -> StoredWeights:
     """Returns the weights under diffusers' names, with a patch for every scale."""
     tensors: dict[str, StoredTensor] = {}
@@ -292,16 +343,36 @@ def _translated(
     problems = Collector()
     with FileReader() as reader:
         for name, tensor in found.tensors.items():
-            ours = rename(name) or name
+            scale = None
             with problems:
-                if ours in tensors:
-                    rule, remedy = f"is {ours}, which the file also holds", "Keep one of them"
-                    raise ProblemsFound([_problem("tensor", tensor.name, rule, remedy)])
                 if name in found.scales:
-                    patches[ours] = (_dequantize(tensor, found.scales[name], reader),)
-            tensors[ours] = tensor
+                    scale = _dequantize(tensor, found.scales[name], reader)
+            row = 0
+            for part in pieces(name, tensor.shape) or _whole_tensor(name, tensor.shape):
+                if part.name in tensors:
+                    rule, remedy = f"is {part.name}, which the file also holds", "Keep one of them"
+                    problems.problems.append(_problem("tensor", tensor.name, rule, remedy))
+                tensors[part.name] = _cut(tensor, part.shape, row)
+                if scale is not None:
+                    patches[part.name] = (scale.of_rows(row, row + part.shape[0]),)
+                row += part.shape[0] if part.shape else 0
     problems.raise_if_any()
-    return replace(stored, tensors=tensors, patches=patches, written=written)
+    names = {name: tensor.name for name, tensor in tensors.items()}
+    return replace(
+        stored,
+        tensors=tensors,
+        patches=patches,
+        written=lambda name: names.get(name) or written(name),
+    )
+
+
+def _cut(tensor: StoredTensor, shape: Shape, row: int) -> StoredTensor:
+    """Returns the part of a tensor from a row on, with another shape; rows are contiguous."""
+    if shape == tensor.shape:
+        return tensor
+    width = item_size(tensor.dtype) or 0  # a dtype without a size is refused before it is read
+    start = tensor.start + row * math.prod(tensor.shape[1:]) * width
+    return replace(tensor, shape=shape, start=start, stop=start + math.prod(shape) * width)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -309,6 +380,10 @@ class Dequantize(TensorPatch):
     """Multiplies a tensor by its scale: one number, or one for each row."""
 
     scale: np.ndarray  # [1] or [rows], float32
+
+    def of_rows(self, start: int, stop: int) -> "Dequantize":
+        """Returns the patch of some of the rows."""
+        return self if len(self.scale) == 1 else Dequantize(scale=self.scale[start:stop])
 
     def apply(self, values: np.ndarray, box: Box, reader: TensorReader) -> np.ndarray:
         del reader

@@ -2,11 +2,13 @@
 
     NoImage           text to video      noisy latents; the loss counts all frames
     ImageChannels     WAN 2.2 I2V A14B   noisy latents, mask, encoded image; all frames
+                      WAN 2.1 I2V 14B    the same, and CLIP tokens of the image
     KnownFirstFrame   WAN 2.2 TI2V-5B    frame 0 has no noise, and time 0; all frames but that one
 
 The encoded image of `ImageChannels` is that of a whole video, the first frame and mid grey, and is
-stored with the latents. For `KnownFirstFrame` nothing is stored: the autoencoder is causal, so the
-encoded first frame is frame 0 of the encoded clip.
+stored with the latents, as are CLIP tokens: the image encoder is not trained. For
+`KnownFirstFrame` nothing is stored: the autoencoder is causal, so the encoded first frame is frame
+0 of the encoded clip.
 """
 
 from abc import ABC, abstractmethod
@@ -56,6 +58,11 @@ class ImageConditioning(ABC):
         """True if encoded first frames are stored with the latents."""
         return False
 
+    @property
+    def attended_tokens(self) -> int:
+        """CLIP tokens of a first frame that the model attends to, stored with the latents."""
+        return 0
+
     @abstractmethod
     def describe(self) -> str:
         """Returns the line of the start-up report."""
@@ -79,14 +86,24 @@ class NoImage(ImageConditioning):
 
 @dataclass(frozen=True, kw_only=True)
 class ImageChannels(ImageConditioning):
-    """The mask of given frames and the encoded first frame are channels of the input."""
+    """The mask of given frames and the encoded first frame are channels of the input.
+
+    Models with an image encoder also attend to `clip_tokens` tokens of that frame.
+    """
+
+    clip_tokens: int = 0
 
     @property
     def stores_image(self) -> bool:
         return True
 
+    @property
+    def attended_tokens(self) -> int:
+        return self.clip_tokens
+
     def describe(self) -> str:
-        return "image conditioning: mask and encoded first frame as channels, for every clip"
+        tokens = f", and its {self.clip_tokens} CLIP tokens" if self.clip_tokens else ""
+        return f"image conditioning: mask and encoded first frame as channels{tokens}, every clip"
 
     def __call__(self, clips: NoisyClips, key: PRNGKeyArray) -> ImageInput:
         del key
@@ -150,7 +167,9 @@ def image_conditioning(config: Config, spec: WanSpec) -> ImageConditioning:
     if kind == FIRST_FRAME:
         return KnownFirstFrame(dropout=config.first_frame_dropout)
     _check_no_dropout(config, kind)
-    return ImageChannels() if kind == CHANNELS else NoImage()
+    if kind == NONE:
+        return NoImage()
+    return ImageChannels(clip_tokens=spec.image_encoder.tokens if spec.image_encoder else 0)
 
 
 def _of_model(spec: WanSpec) -> str:
@@ -179,12 +198,12 @@ def _check_trainable(config: Config, spec: WanSpec) -> None:
         reason = "needs poses and faces (Animate)"
     elif spec.transformer.control_layers:
         reason = "needs control videos (VACE)"
-    elif spec.image_encoder is not None:
-        reason = "attends to CLIP tokens of an image (WAN 2.1 image-to-video)"
+    elif spec.transformer.image_positions is not None:
+        reason = "needs a last image too (first and last frame to video)"
     if reason:
         name, value = "pretrained_model_name_or_path", config.pretrained_model_name_or_path
-        rule = f"this model {reason}, which clips for training do not have"
-        remedy = "Use a text-to-video model, WAN 2.2 I2V or WAN 2.2 TI2V"
+        rule = f"this model {reason}, which training does not give it"
+        remedy = "Use a text-to-video or image-to-video model, or WAN 2.2 TI2V"
         raise ProblemsFound([Problem(name=name, value=value, rule=rule, remedy=remedy)])
 
 

@@ -25,6 +25,7 @@ from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.wan import WanTransformer
+from maxdiffusion.models.wan.block import TextKeysValues
 from maxdiffusion.models.wan.transformer import BlockStep
 from maxdiffusion.training.image_conditioning import (
     ImageConditioning,
@@ -320,12 +321,14 @@ class ExpertSchedule:
 class ClipBatch:
     """Normalised latents of clips, and their captions: tokens or text embeddings.
 
-    `image` is the encoded video of first frames and mid grey, for models that need it.
+    `image` is the encoded video of first frames and mid grey, `image_tokens` what CLIP makes of
+    them, for models that need it.
     """
 
     latents: Float[Array | np.ndarray, "B F Y X C"]
     captions: Captions | EncodedBefore
     image: Float[Array | np.ndarray, "B F Y X C"] | None = None
+    image_tokens: Float[Array | np.ndarray, "B I O"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +354,10 @@ class WanLoss:
         image = self._image(sample, batch, key)
         model = self.transformer.merge(values[self.expert])
         rows = self.text(values, batch.captions, text_key)
-        predicted = self._velocity(model, sample, image, rows)
+        text = model.text_keys_values(
+            rows.astype(model.dtype), _tokens(batch, model.dtype), layout=self.layout
+        )
+        predicted = self._velocity(model, sample, image, text)
         losses = sample_losses(predicted, sample, image.counted)
         return jnp.mean(losses * self.weighting(levels)), BucketLosses.of(losses, levels)
 
@@ -364,8 +370,9 @@ class WanLoss:
         )
         return self.image(clips, jax.random.fold_in(key, IMAGE_STREAM))
 
-    def _velocity(self, model: Any, sample: NoisySample, image: ImageInput, rows: Array) -> Array:
-        text = model.text_keys_values(rows.astype(model.dtype), layout=self.layout)
+    def _velocity(
+        self, model: WanTransformer, sample: NoisySample, image: ImageInput, text: TextKeysValues
+    ) -> Float[Array, "B F Y X C"]:
         return model(
             image.conditioning.model_input(sample.latents).astype(model.dtype),
             timestep_of(sample.level),
@@ -376,3 +383,8 @@ class WanLoss:
             known_timestep_B=image.known_timestep,
             wrap_block=self.remat.wrap_block,
         )
+
+
+def _tokens(batch: ClipBatch, dtype: jnp.dtype) -> Float[Array, "B I O"] | None:
+    """Returns the image tokens of a batch, in the dtype of the model."""
+    return None if batch.image_tokens is None else jnp.asarray(batch.image_tokens).astype(dtype)

@@ -1,11 +1,13 @@
 """Reads the components of a model folder for training, or initialises them at random."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from PIL import Image
 
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.checkpoints.load import ComponentSource, load_parameters
@@ -18,8 +20,9 @@ from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae import ALL_FRAMES, WanVae
 from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
+from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, clip_pixels
 from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.training.data.latent_cache import Encode, EncodeText
+from maxdiffusion.training.data.latent_cache import Encode, EncodeFrames, EncodeText
 from maxdiffusion.training.step import TrainState, first_state
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import WanTraining
@@ -52,25 +55,62 @@ def clip_encoder(folder: ModelFolder, spec: WanSpec) -> Encode:
 
     Each process encodes its own clips; its devices share the clips of a batch.
     """
-    devices = jax.local_devices()
-    mesh = build_mesh(MeshShape(data=len(devices)), devices=devices)
+    mesh = _own_devices()
     model, values = vae_of(folder, spec, mesh)
 
     @jax.jit
     def encode(values: Values, videos: jax.Array) -> jax.Array:
         vae = model.merge(values)
         signed = videos.astype(jnp.float32) / 127.5 - 1.0
-        whole = videos.size <= 3 * WHOLE_CLIP_PIXELS * len(devices)
+        whole = videos.size <= 3 * WHOLE_CLIP_PIXELS * mesh.size
         return vae.normalise(vae.encode(signed, chunk=ALL_FRAMES if whole else 1).mean)
 
-    def run(videos: np.ndarray) -> np.ndarray:
-        missing = -len(videos) % len(devices)
-        even = np.concatenate([videos, np.repeat(videos[-1:], missing, axis=0)])
-        with jax.set_mesh(mesh):
-            shared = jax.device_put(even, NamedSharding(mesh, PartitionSpec("data")))
-            return np.asarray(encode(values, shared))[: len(videos)]
+    return lambda videos: _on_rows(encode, values, videos, mesh)
+
+
+def frame_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeFrames:
+    """Returns a function from first frames (bytes) to the CLIP tokens that the model attends to.
+
+    Each process encodes its own frames; its devices share those of a batch.
+    """
+    # For models with an image encoder alone.
+    from maxdiffusion.models.clip import ClipVisionEncoder
+    from maxdiffusion.models.clip.checkpoint import clip_map
+
+    config, mesh = spec.image_encoder, _own_devices()
+    assert config is not None
+    model: AbstractModel[ClipVisionEncoder] = AbstractModel.of(
+        lambda rngs: ClipVisionEncoder(config, rngs=rngs)
+    )
+    values = loaded(folder, "image_encoder", model, clip_map(config), mesh)
+    preprocessor = ClipPreprocessor.from_config(spec.image_processor or {})
+
+    @jax.jit
+    def encode(values: Values, pixels: jax.Array) -> jax.Array:
+        return model.merge(values)(pixels)
+
+    def run(frames: np.ndarray) -> np.ndarray:
+        images = [clip_pixels(Image.fromarray(frame), preprocessor) for frame in frames]
+        return _on_rows(encode, values, np.stack(images), mesh)
 
     return run
+
+
+def _own_devices() -> Mesh:
+    """Returns the mesh of this process's devices, which share the rows of a batch."""
+    devices = jax.local_devices()
+    return build_mesh(MeshShape(data=len(devices)), devices=devices)
+
+
+def _on_rows(
+    encode: Callable[[Values, jax.Array], jax.Array], values: Values, rows: np.ndarray, mesh: Mesh
+) -> np.ndarray:
+    """Returns the encoded rows; the last one is repeated until the devices divide them."""
+    missing = -len(rows) % mesh.size
+    even = np.concatenate([rows, np.repeat(rows[-1:], missing, axis=0)])
+    with jax.set_mesh(mesh):
+        shared = jax.device_put(even, NamedSharding(mesh, PartitionSpec("data")))
+        return np.asarray(encode(values, shared))[: len(rows)]
 
 
 def text_encoder(folder: ModelFolder, spec: WanSpec) -> EncodeText:

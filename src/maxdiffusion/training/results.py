@@ -194,16 +194,22 @@ class SampleVideos:
         """The pipeline; the first sample compiles its programs, and the later ones reuse them."""
         tokenizer = PromptTokenizer.load(self.model.folder.root / "tokenizer")
         models = self._builder.models
+        image = models.image_encoder
         empty = WanParameters(
             transformers={},
             vae=models.vae.parameters,
             text_encoder=models.text_encoder.parameters,
+            image_encoder=None if image is None else image.parameters,
         )
         return WanPipeline(builder=self._builder, parameters=empty, tokenizer=tokenizer)
 
     @cached_property
     def _vae(self) -> nnx.State:
         return self._read("vae")
+
+    @cached_property
+    def _image_encoder(self) -> nnx.State | None:
+        return None if self.model.spec.image_encoder is None else self._read("image_encoder")
 
     @cached_property
     def _request(self) -> Request:
@@ -240,6 +246,7 @@ class SampleVideos:
                 name: placed(states[name], like, mesh) for name in self.model.spec.experts
             },
             vae=self._vae,
+            image_encoder=self._image_encoder,
             text_encoder=self._read(TEXT_ENCODER)
             if text is None
             else placed(text, models.text_encoder.parameters, mesh),

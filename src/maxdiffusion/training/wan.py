@@ -19,6 +19,7 @@ from jaxtyping import Float
 
 from maxdiffusion.attention import (
     AttentionOptions,
+    AttentionPlan,
     AttentionProblem,
     BlockAttention,
     plan_attention,
@@ -174,15 +175,21 @@ class WanTraining:
             head_dim=config.head_dim,
             dtype=self.dtype,
         )
-        text = replace(tokens, kv_len=batch.caption_tokens + 1)
-        cross = plan_cross_attention("dot_product", text, self.mesh, self.attention_options)
+        cross = self._dense_attention(tokens, batch.caption_tokens + 1)
+        attended = self.image.attended_tokens
         planned = plan_attention(self.attention, tokens, self.mesh, self.attention_options)
         return BlockAttention(
             self_attention=with_gradient(planned),
             cross_attention=RepeatedRowAttention(
                 plan=cross, repeats=batch.text_length - batch.caption_tokens
             ),
+            image_attention=self._dense_attention(tokens, attended) if attended else None,
         )
+
+    def _dense_attention(self, tokens: AttentionProblem, keys: int) -> AttentionPlan:
+        """Plans the attention of tokens to a text or an image."""
+        problem = replace(tokens, kv_len=keys)
+        return plan_cross_attention("dot_product", problem, self.mesh, self.attention_options)
 
     def loss(self, name: str) -> WanLoss:
         """Returns the loss of one expert."""
@@ -316,7 +323,7 @@ class BucketedTraining:
             training.transformer,
             clips=training.batch.clips,
             tokens=training.transformer.tokens(latent_of(batch)),
-            text_rows=training.batch.caption_tokens + 1,
+            text_rows=training.batch.caption_tokens + 1 + training.image.attended_tokens,
             devices=training.mesh.size,
             backward=training.backward,
         )

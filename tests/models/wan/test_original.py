@@ -1,19 +1,23 @@
 """Original tensor names map to diffusers' and back; sizes tell released models apart."""
 
 import json
+import re
 
 import pytest
 
 from maxdiffusion.models.wan.original import (
+    Piece,
     TensorSizes,
     diffusers_module,
     diffusers_name,
+    fixed_values,
     original_module,
     original_name,
+    pieces_of,
 )
 from tests.models.wan.released import RELEASED, released_tensors
 
-ANIMATE_ONLY = ("face_adapter.", "face_encoder.", "motion_encoder.", "pose_patch_embedding.")
+CONVOLUTIONS = "motion_encoder.enc.net_app.convs"
 PAIRS = {
     "blocks.0.self_attn.q.weight": "blocks.0.attn1.to_q.weight",
     "blocks.39.self_attn.o.bias": "blocks.39.attn1.to_out.0.bias",
@@ -34,7 +38,22 @@ PAIRS = {
     "vace_blocks.0.before_proj.weight": "vace_blocks.0.proj_in.weight",
     "vace_blocks.14.after_proj.bias": "vace_blocks.14.proj_out.bias",
     "vace_blocks.3.self_attn.v.weight": "vace_blocks.3.attn1.to_v.weight",
+    "pose_patch_embedding.bias": "pose_patch_embedding.bias",
+    "face_adapter.fuser_blocks.7.linear1_q.weight": "face_adapter.7.to_q.weight",
+    "face_adapter.fuser_blocks.7.linear2.bias": "face_adapter.7.to_out.bias",
+    "face_adapter.fuser_blocks.7.k_norm.weight": "face_adapter.7.norm_k.weight",
+    "face_encoder.conv1_local.conv.weight": "face_encoder.conv1_local.weight",
+    "face_encoder.padding_tokens": "face_encoder.padding_tokens",
+    f"{CONVOLUTIONS}.0.1.bias": "motion_encoder.conv_in.act_fn.bias",
+    f"{CONVOLUTIONS}.1.conv2.1.weight": "motion_encoder.res_blocks.0.conv2.weight",
+    f"{CONVOLUTIONS}.7.skip.1.weight": "motion_encoder.res_blocks.6.conv_skip.weight",
+    f"{CONVOLUTIONS}.8.weight": "motion_encoder.conv_out.weight",
+    "motion_encoder.enc.fc.4.bias": "motion_encoder.motion_network.4.bias",
+    "motion_encoder.dec.direction.weight": "motion_encoder.motion_synthesis_weight",
 }
+
+
+FUSED = re.compile(r"face_adapter\.\d+\.to_[kv]\..+")
 
 
 @pytest.mark.parametrize(("original", "diffusers"), PAIRS.items())
@@ -45,18 +64,51 @@ def test_names_both_ways(original, diffusers):
 
 @pytest.mark.parametrize("model", RELEASED)
 def test_every_released_name_has_an_original_one(model):
-    names = [n for n in released_tensors(model) if not n.startswith(ANIMATE_ONLY)]
+    names = [name for name in released_tensors(model) if not FUSED.fullmatch(name)]
     originals = [original_name(name) for name in names]
     assert None not in originals
     assert len(set(originals)) == len(names)
     assert [diffusers_name(name) for name in originals] == names
 
 
-def test_the_parts_of_animate_have_no_original_name():
-    # Its face adapter keeps keys and values in one tensor: no renaming takes them apart.
-    unknown = [n for n in released_tensors("wan2.2-animate-14b") if original_name(n) is None]
-    assert unknown
-    assert all(name.startswith(ANIMATE_ONLY) for name in unknown)
+@pytest.mark.parametrize("model", RELEASED)
+def test_one_piece_of_the_same_shape_but_for_animate(model):
+    for name, shape in released_tensors(model).items():
+        if not FUSED.fullmatch(name):
+            assert pieces_of(original_name(name), shape) == (Piece(name=name, shape=shape),)
+
+
+def test_keys_and_values_of_a_face_adapter_are_halves_of_one_tensor():
+    for leaf, shape, half in ((".weight", (12, 6), (6, 6)), (".bias", (12,), (6,))):
+        names = [f"face_adapter.3.{part}{leaf}" for part in ("to_k", "to_v")]
+        fused = f"face_adapter.fuser_blocks.3.linear1_kv{leaf}"
+        assert [original_name(name) for name in names] == [fused, fused]
+        assert pieces_of(fused, shape) == tuple(Piece(name=name, shape=half) for name in names)
+        assert pieces_of(fused, (11, *shape[1:])) == ()
+        assert pieces_of(fused, ()) == ()
+    # An adapter file has no tensor for one of them alone.
+    assert original_module("face_adapter.3.to_k") is None
+    assert diffusers_module("face_adapter.fuser_blocks.3.linear1_kv") is None
+
+
+def test_biases_of_the_motion_encoder_lose_three_dimensions():
+    name, ours = f"{CONVOLUTIONS}.2.conv1.1.bias", "motion_encoder.res_blocks.1.conv1.act_fn.bias"
+    for shape, kept in (((1, 8, 1, 1), (8,)), ((8,), (8,)), ((8, 1, 1, 1), (8, 1, 1, 1))):
+        assert pieces_of(name, shape) == (Piece(name=ours, shape=kept),)
+
+
+def test_the_last_convolution_has_the_number_after_the_blocks():
+    for number in (4, 8):
+        name = f"{CONVOLUTIONS}.{number}.weight"
+        assert diffusers_name(name) == "motion_encoder.conv_out.weight"
+
+
+def test_blurs_are_fixed():
+    blur = fixed_values(f"{CONVOLUTIONS}.3.skip.0.kernel")
+    assert blur.shape == (4, 4)
+    assert blur.sum() == 1
+    for name in (f"{CONVOLUTIONS}.0.0.kernel", f"{CONVOLUTIONS}.3.skip.1.weight", "head.kernel"):
+        assert fixed_values(name) is None
 
 
 @pytest.mark.parametrize(
@@ -68,6 +120,13 @@ def test_the_parts_of_animate_have_no_original_name():
         "blocks.0.before_proj.weight",
         "blocks.0.self_attn.k_img.weight",
         "blocks.0.norm2.weight",
+        "face_adapter.0.to_q.weight",
+        "face_adapter.fuser_blocks.0.linear1_kv.weight",
+        f"{CONVOLUTIONS}.0.weight",
+        f"{CONVOLUTIONS}.0.conv1.0.weight",
+        f"{CONVOLUTIONS}.1.conv2.0.kernel",
+        "motion_encoder.enc.fc.5.weight",
+        "motion_encoder.dec.direction",
         "head.weight",
         "",
     ],
@@ -109,6 +168,7 @@ def test_sizes_of_released_models(model, expected):
         "wan2.2-i2v-a14b": "2.2 image-to-video",
         "wan2.2-ti2v-5b": "TI2V",
         "wan2.1-vace-14b": "VACE",
+        "wan2.2-animate-14b": "Animate",
     }.items(),
 )
 def test_the_kind_follows_from_the_tensors(model, kind):
@@ -148,6 +208,32 @@ def test_differences_from_a_config():
         "width": (5120, 1536),
         "control_blocks": (0, 2),
     }
+
+
+def test_faces_are_compared_with_a_config():
+    sizes = TensorSizes.of(released_tensors("wan2.2-animate-14b"))
+    shared = {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120}
+    face = {
+        "latent_channels": 16,
+        "motion_encoder_size": 512,
+        "motion_style_dim": 512,
+        "motion_dim": 20,
+        "motion_encoder_dim": 512,
+        "face_encoder_hidden_dim": 1024,
+        "inject_face_latents_blocks": 5,
+    }
+    assert sizes.differences(config_of_14b(**shared, **face)) == {}
+    assert sizes.differences(config_of_14b(**shared)) == {"face_adapters": (8, 0)}
+    other = {"motion_encoder_size": 256, "motion_dim": 10, "inject_face_latents_blocks": 4}
+    assert sizes.differences(config_of_14b(**shared, **{**face, **other})) == {
+        "motion_encoder_size": (512, 256),
+        "motion_dim": (20, 10),
+        "face_adapters": (8, 10),
+    }
+    image = TensorSizes.of(released_tensors("wan2.1-i2v-14b"))
+    found = image.differences(config_of_14b(**shared, **face))
+    assert found["face_adapters"] == (0, 8)
+    assert found["latent_channels"] == (None, 16)
 
 
 def test_sizes_of_tensors_that_are_missing_are_unknown():

@@ -53,7 +53,7 @@ _ANIMATE_DEFAULTS = {"in_channels": 36, "image_dim": 1280, "latent_channels": 16
 _REMEDY = "Correct the transformer's config.json"
 MOTION_LINEARS = 5
 """Linear maps that follow the motion encoder's convolutions."""
-_LAST_FACE_PIXELS = 4  # rows and columns that the motion encoder ends with
+LAST_FACE_PIXELS = 4  # rows and columns that the motion encoder ends with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,14 +116,14 @@ class FaceConfig:
                 self.widths,
                 f"there must be one for each of the sizes {_halvings(self.size)}",
             )
-        if _is_size(self.size) and _halvings(self.size)[-1] != _LAST_FACE_PIXELS:
+        if _is_size(self.size) and _halvings(self.size)[-1] != LAST_FACE_PIXELS:
             yield names["size"], self.size, "must be a power of 2 from 4"
 
 
 def _halvings(size: int) -> tuple[int, ...]:
     """Returns the face sizes inside the motion encoder, from `size` to 4."""
     sizes = [size]
-    while sizes[-1] > _LAST_FACE_PIXELS:
+    while sizes[-1] > LAST_FACE_PIXELS:
         sizes.append(sizes[-1] // 2)
     return tuple(sizes)
 

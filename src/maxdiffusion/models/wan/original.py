@@ -4,15 +4,23 @@
     original_name("blocks.0.attn1.to_q.weight")        "blocks.0.self_attn.q.weight"
     diffusers_module, original_module                  the same without `.weight` or `.bias`
 
-They are functions of a name alone, so they serve every member of the family (text, image, VACE, 5B)
-and every checkpoint map. `TensorSizes` tells the members apart by names and shapes.
+They are functions of a name alone, so they serve every member of the family (text, image, VACE, 5B,
+Animate) and every checkpoint map. `TensorSizes` tells the members apart by names and shapes.
+
+A few tensors of Animate are not stored as diffusers has them: `pieces_of` returns those that an
+original one holds, `fixed_values` what original files keep although it is the same in every model.
 """
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+
+from maxdiffusion.models.wan.config import LAST_FACE_PIXELS, MOTION_LINEARS
 
 Shape = tuple[int, ...]
 
@@ -33,6 +41,23 @@ _OUTER = {
     "img_emb.emb_pos": f"{_EMBEDDER}.image_embedder.pos_embed",  # first-and-last-frame models
     "head.head": "proj_out",
     "head.modulation": "scale_shift_table",
+}
+_MOTION = "motion_encoder"
+_CONVOLUTIONS = f"{_MOTION}.enc.net_app.convs"
+_LAST_CONVOLUTION = f"{_MOTION}.conv_out"
+# Outside the blocks, Animate alone. A convolution of the motion encoder is a list: [blur,]
+# convolution, bias. Its last one has a number after the blocks, of which the released model has 7.
+_ANIMATE = {
+    "pose_patch_embedding": "pose_patch_embedding",
+    f"{_CONVOLUTIONS}.0.0": f"{_MOTION}.conv_in",
+    f"{_CONVOLUTIONS}.0.1": f"{_MOTION}.conv_in.act_fn",
+    f"{_CONVOLUTIONS}.8": _LAST_CONVOLUTION,
+    **{f"{_MOTION}.enc.fc.{n}": f"{_MOTION}.motion_network.{n}" for n in range(MOTION_LINEARS)},
+    "face_encoder.conv1_local.conv": "face_encoder.conv1_local",
+    "face_encoder.conv2.conv": "face_encoder.conv2",
+    "face_encoder.conv3.conv": "face_encoder.conv3",
+    "face_encoder.out_proj": "face_encoder.out_proj",
+    "face_encoder.padding_tokens": "face_encoder.padding_tokens",
 }
 _ATTENTION = {
     "q": "to_q",
@@ -56,10 +81,22 @@ _BLOCK = {
     "modulation": "scale_shift_table",
 }
 _CONTROL_BLOCK = {**_BLOCK, "before_proj": "proj_in", "after_proj": "proj_out"}
-_IN_BLOCK = re.compile(r"(?P<blocks>blocks|vace_blocks)\.(?P<number>0|[1-9]\d*)\.(?P<rest>.+)")
+_MOTION_BLOCK = {
+    "conv1.0": "conv1",
+    "conv1.1": "conv1.act_fn",
+    "conv2.1": "conv2",
+    "conv2.2": "conv2.act_fn",
+    "skip.1": "conv_skip",
+}
+_FACE_ADAPTER = {"linear1_q": "to_q", "linear2": "to_out", "q_norm": "norm_q", "k_norm": "norm_k"}
+_FUSED, _FUSED_PARTS = "linear1_kv", ("to_k", "to_v")  # in one tensor, the rows of keys first
+# Names that differ with their leaf.
+_TENSORS = {f"{_MOTION}.dec.direction.weight": f"{_MOTION}.motion_synthesis_weight"}
 # Modules that are one parameter themselves, without `.weight`.
-_PARAMETERS = ("modulation", "emb_pos", "scale_shift_table", "pos_embed")
+_PARAMETERS = ("modulation", "emb_pos", "scale_shift_table", "pos_embed", "padding_tokens")
 _LEAVES = (".weight", ".bias")
+_NUMBER = r"(?P<number>0|[1-9]\d*)"
+_LEAF = r"(?P<leaf>\.weight|\.bias)"
 
 
 def _inverse(table: Mapping[str, str]) -> dict[str, str]:
@@ -68,31 +105,125 @@ def _inverse(table: Mapping[str, str]) -> dict[str, str]:
     return back
 
 
-_BACK_OUTER = _inverse(_OUTER)
-_BACK_BLOCKS = {"blocks": _inverse(_BLOCK), "vace_blocks": _inverse(_CONTROL_BLOCK)}
-_BLOCKS = {"blocks": _BLOCK, "vace_blocks": _CONTROL_BLOCK}
+@dataclass(frozen=True, kw_only=True)
+class _Blocks:
+    """Modules under `source.N`, which become those under `target.N + shift`."""
+
+    source: str
+    target: str
+    modules: Mapping[str, str]
+    shift: int = 0
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """The names of these modules."""
+        return re.compile(rf"{re.escape(self.source)}\.{_NUMBER}\.(?P<module>.+)")
+
+    @property
+    def back(self) -> "_Blocks":
+        """The blocks in the other direction."""
+        return _Blocks(
+            source=self.target,
+            target=self.source,
+            modules=_inverse(self.modules),
+            shift=-self.shift,
+        )
+
+    def renamed(self, name: str) -> str | None:
+        """Returns the new name of a module of these blocks, or None if it is not one."""
+        found = self.pattern.fullmatch(name)
+        module = self.modules.get(found["module"]) if found else None
+        if found is None or module is None or int(found["number"]) + self.shift < 0:
+            return None
+        return f"{self.target}.{int(found['number']) + self.shift}.{module}"
+
+
+_CONTROL = "vace_blocks"
+_ADAPTERS = "face_adapter"
+_MOTION_BLOCKS = f"{_MOTION}.res_blocks"
+_BLOCKS = (
+    _Blocks(source="blocks", target="blocks", modules=_BLOCK),
+    _Blocks(source=_CONTROL, target=_CONTROL, modules=_CONTROL_BLOCK),
+    _Blocks(source=f"{_ADAPTERS}.fuser_blocks", target=_ADAPTERS, modules=_FACE_ADAPTER),
+    _Blocks(source=_CONVOLUTIONS, target=_MOTION_BLOCKS, modules=_MOTION_BLOCK, shift=-1),
+)
+_BACK_BLOCKS = tuple(blocks.back for blocks in _BLOCKS)
+_NAMES = _OUTER | _ANIMATE
+_BACK_NAMES, _BACK_TENSORS = _inverse(_NAMES), _inverse(_TENSORS)
+_ANY_LAST_CONVOLUTION = re.compile(rf"{re.escape(_CONVOLUTIONS)}\.[1-9]\d*")
+_FUSED_TENSOR = re.compile(rf"{_ADAPTERS}\.fuser_blocks\.{_NUMBER}\.{_FUSED}{_LEAF}")
+_PART_OF_FUSED = re.compile(rf"{_ADAPTERS}\.{_NUMBER}\.(?:{'|'.join(_FUSED_PARTS)}){_LEAF}")
+_BLUR_KERNEL = re.compile(rf"{re.escape(_CONVOLUTIONS)}\.[1-9]\d*\.(?:conv2|skip)\.0\.kernel")
 
 
 def diffusers_module(original: str) -> str | None:
     """Returns diffusers' name of a module of the original model, or None if it has none."""
-    return _renamed(original, _OUTER, _BLOCKS)
+    if _ANY_LAST_CONVOLUTION.fullmatch(original):
+        return _LAST_CONVOLUTION
+    return _renamed(original, _NAMES, _BLOCKS)
 
 
 def original_module(diffusers: str) -> str | None:
     """Returns the original name of a module of diffusers' model, or None if it has none."""
-    return _renamed(diffusers, _BACK_OUTER, _BACK_BLOCKS)
+    return _renamed(diffusers, _BACK_NAMES, _BACK_BLOCKS)
 
 
 def diffusers_name(original: str) -> str | None:
     """Returns diffusers' name of a tensor of the original model, or None if it has none."""
     module, leaf = split_leaf(original)
-    return _with_leaf(diffusers_module(module), leaf)
+    return _TENSORS.get(original) or _with_leaf(diffusers_module(module), leaf)
 
 
 def original_name(diffusers: str) -> str | None:
-    """Returns the original name of a tensor of diffusers' model, or None if it has none."""
+    """Returns the original tensor that holds one of diffusers' model, or None if there is none."""
+    part = _PART_OF_FUSED.fullmatch(diffusers)
+    if part is not None:
+        return f"{_ADAPTERS}.fuser_blocks.{part['number']}.{_FUSED}{part['leaf']}"
     module, leaf = split_leaf(diffusers)
-    return _with_leaf(original_module(module), leaf)
+    return _BACK_TENSORS.get(diffusers) or _with_leaf(original_module(module), leaf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A tensor of diffusers' model inside a tensor of another."""
+
+    name: str
+    shape: Shape
+
+
+def pieces_of(original: str, shape: Shape) -> tuple[Piece, ...]:
+    """Returns diffusers' tensors that an original one of this shape holds, one after the other.
+
+    They are one tensor of the same shape, but for two kinds of Animate: keys and values of a face
+    adapter are the halves of one tensor, and biases of the motion encoder are [1, C, 1, 1]. None
+    are returned for an unknown name.
+    """
+    fused = _FUSED_TENSOR.fullmatch(original)
+    if fused is not None:
+        return _fused_pieces(f"{_ADAPTERS}.{fused['number']}", fused["leaf"], shape)
+    name = diffusers_name(original)
+    if name is None:
+        return ()
+    is_bias = name.endswith(".act_fn.bias") and shape == (1, *shape[1:2], 1, 1)
+    return (Piece(name=name, shape=shape[1:2] if is_bias else shape),)
+
+
+def _fused_pieces(adapter: str, leaf: str, shape: Shape) -> tuple[Piece, ...]:
+    """Returns keys and values of an adapter; none if the rows cannot be shared out."""
+    if not shape or shape[0] % len(_FUSED_PARTS):
+        return ()
+    part = (shape[0] // len(_FUSED_PARTS), *shape[1:])
+    return tuple(Piece(name=f"{adapter}.{name}{leaf}", shape=part) for name in _FUSED_PARTS)
+
+
+def fixed_values(original: str) -> np.ndarray | None:
+    """Returns the values of a tensor that is the same in every model; None for all others.
+
+    These are the blurs of the motion encoder, which the model here has as constants.
+    """
+    from maxdiffusion.models.wan.motion import BLUR  # other models do not need it
+
+    return np.outer(BLUR, BLUR) if _BLUR_KERNEL.fullmatch(original) else None
 
 
 def split_leaf(name: str) -> tuple[str, str]:
@@ -103,14 +234,9 @@ def split_leaf(name: str) -> tuple[str, str]:
     return name, ""
 
 
-def _renamed(
-    name: str, outer: Mapping[str, str], blocks: Mapping[str, Mapping[str, str]]
-) -> str | None:
-    found = _IN_BLOCK.fullmatch(name)
-    if found is None:
-        return outer.get(name)
-    inner = blocks[found["blocks"]].get(found["rest"])
-    return None if inner is None else f"{found['blocks']}.{found['number']}.{inner}"
+def _renamed(name: str, outer: Mapping[str, str], blocks: Iterable[_Blocks]) -> str | None:
+    candidates = (outer.get(name), *(one.renamed(name) for one in blocks))
+    return next((found for found in candidates if found is not None), None)
 
 
 def _with_leaf(module: str | None, leaf: str) -> str | None:
@@ -130,6 +256,10 @@ _DIMENSIONS: Mapping[str, Mapping[int, str]] = {
     f"{_EMBEDDER}.image_embedder.pos_embed": {1: "pos_embed_seq_len"},
     "blocks.0.attn2.add_k_proj.weight": {1: "added_kv_proj_dim"},
     "vace_patch_embedding.weight": {1: "vace_in_channels"},
+    "pose_patch_embedding.weight": {1: "latent_channels"},
+    f"{_MOTION}.motion_synthesis_weight": {0: "motion_encoder_dim", 1: "motion_dim"},
+    f"{_MOTION}.motion_network.0.weight": {0: "motion_style_dim"},
+    "face_encoder.conv2.weight": {0: "face_encoder_hidden_dim"},
 }
 # A config that lacks one of these means a model without that part.
 _OPTIONAL = ("image_dim", "pos_embed_seq_len", "added_kv_proj_dim", "vace_in_channels")
@@ -140,7 +270,7 @@ class TensorSizes:
     """Sizes of a transformer that its tensors reveal, by diffusers' config keys.
 
     `width` stands for num_attention_heads x attention_head_dim: tensors do not show the heads.
-    `control_blocks` is the number of vace_layers.
+    `control_blocks` is the number of vace_layers, `face_adapters` that of the blocks with one.
     """
 
     values: Mapping[str, int | Shape | None]
@@ -161,7 +291,9 @@ class TensorSizes:
                 "patch_size": patch or None,
                 "out_channels": rows[0] // math.prod(patch) if rows and all(patch) else None,
                 "num_layers": _count(shapes, "blocks"),
-                "control_blocks": _count(shapes, "vace_blocks"),
+                "control_blocks": _count(shapes, _CONTROL),
+                "face_adapters": _count(shapes, _ADAPTERS),
+                "motion_encoder_size": _face_size(_count(shapes, _MOTION_BLOCKS)),
             }
         )
 
@@ -169,6 +301,8 @@ class TensorSizes:
     def kind(self) -> str:
         """The member of the family, in words."""
         get = self.values.get
+        if get("face_adapters"):
+            return "an Animate model"
         if get("control_blocks"):
             return "a VACE model"
         if get("image_dim"):
@@ -183,6 +317,8 @@ class TensorSizes:
         wanted: dict[str, object] = {key: config[key] for key in self.values if key in config}
         wanted |= {key: config.get(key) for key in _OPTIONAL}
         wanted["control_blocks"] = len(config.get("vace_layers") or ())
+        every = config.get("inject_face_latents_blocks")
+        wanted["face_adapters"] = config.get("num_layers", 0) // every if every else 0
         if "patch_size" in wanted:
             wanted["patch_size"] = tuple(config["patch_size"])
         if {"num_attention_heads", "attention_head_dim"} <= set(config):
@@ -196,7 +332,11 @@ class TensorSizes:
 
 def _count(shapes: Mapping[str, Shape], blocks: str) -> int:
     """Returns the number of blocks: one more than the highest number in a name."""
-    found = [_IN_BLOCK.fullmatch(name) for name in shapes]
-    return 1 + max(
-        (int(match["number"]) for match in found if match and match["blocks"] == blocks), default=-1
-    )
+    pattern = re.compile(rf"{re.escape(blocks)}\.{_NUMBER}\..+")
+    found = [pattern.fullmatch(name) for name in shapes]
+    return 1 + max((int(match["number"]) for match in found if match), default=-1)
+
+
+def _face_size(blocks: int) -> int | None:
+    """Returns the pixels of a face whose size these blocks halve; None without blocks."""
+    return LAST_FACE_PIXELS << blocks if blocks else None

@@ -2,7 +2,8 @@
 
     <folder>/manifest.json              cache key of the shards
     <folder>/shard-00000.safetensors    latents [n F Y X C], ids [n T], lengths [n], and for
-                                        models that need it image [n F Y X C]: first frames
+                                        models that need them image [n F Y X C], image_tokens
+                                        [n I O]: first frames, by autoencoder and by CLIP
     <folder>/skipped.jsonl              clips that could not be used, and why
     <folder>/text.json                  cache key of the text embeddings
     <folder>/text-00000.safetensors     text [n T E]: embeddings of the captions of shard-00000
@@ -40,7 +41,10 @@ from maxdiffusion.training.text import padded_ids
 
 MANIFEST, SKIPPED = "manifest.json", "skipped.jsonl"
 LATENTS, IMAGE = "latents", "image"  # of a clip, and of its first frame and mid grey
+IMAGE_TOKENS = "image_tokens"  # of a first frame
+ENCODED = (LATENTS, IMAGE, IMAGE_TOKENS)
 Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] in 0..255 -> normalised latents
+EncodeFrames = Callable[[np.ndarray], np.ndarray]  # frames [B Y X 3] in 0..255 -> tokens [B I O]
 Tokenize = Callable[[str], Sequence[int]]
 Advance = Callable[[], None]
 
@@ -60,9 +64,9 @@ class CaptionedClips(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class CachePlan:
-    """Sizes of shards and batches; `model` is a digest of the autoencoder and the tokenizer.
+    """Sizes of shards and batches; `model` is a digest of the components that encode.
 
-    `arrays` are the encoded videos of a clip: its latents, and its first frame for some models.
+    `arrays` are what is stored of a clip: its latents, and its first frame for some models.
     """
 
     model: str
@@ -100,6 +104,7 @@ def fill_cache(
     *,
     encode: Encode,
     tokenize: Tokenize,
+    encode_frames: EncodeFrames | None = None,
     share: Share | None = None,
     advance: Advance = lambda: None,
 ) -> None:
@@ -109,16 +114,36 @@ def fill_cache(
         file = shard_file(folder, number)
         if not file.exists():
             indices = range(number * plan.shard, min(len(clips), (number + 1) * plan.shard))
-            tensors = _encoded(clips, indices, plan, encode, tokenize, skipped=folder / SKIPPED)
+            encoder = ClipEncoder(arrays=plan.arrays, videos=encode, frames=encode_frames)
+            tensors = _encoded(clips, indices, plan, encoder, tokenize, skipped=folder / SKIPPED)
             save_shard(file, tensors)
         advance()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipEncoder:
+    """Makes the stored arrays of clips from their frames."""
+
+    arrays: tuple[str, ...]
+    videos: Encode
+    frames: EncodeFrames | None = None
+
+    def __call__(self, videos: np.ndarray) -> dict[str, np.ndarray]:
+        """Returns every array of videos [B F Y X 3]."""
+        return {name: self._array(name, videos).astype(np.float32) for name in self.arrays}
+
+    def _array(self, name: str, videos: np.ndarray) -> np.ndarray:
+        if name == IMAGE_TOKENS:
+            assert self.frames is not None
+            return self.frames(videos[:, 0])
+        return self.videos(first_frames(videos) if name == IMAGE else videos)
 
 
 def _encoded(
     clips: CaptionedClips,
     indices: Sequence[int],
     plan: CachePlan,
-    encode: Encode,
+    encode: ClipEncoder,
     tokenize: Tokenize,
     *,
     skipped: FilePath,
@@ -129,9 +154,8 @@ def _encoded(
     bad: list[dict[str, Any]] = []
     for group in _groups(_usable(clips, indices, bad), plan.batch):
         videos = np.stack([video for _, video in group])
-        for name, found in encoded.items():
-            shown = first_frames(videos) if name == IMAGE else videos
-            found.append(encode(shown).astype(np.float32))
+        for name, array in encode(videos).items():
+            encoded[name].append(array)
         texts += [tuple(tokenize(clips.caption(index))) for index, _ in group]
     add_new_json_lines(skipped, bad)
     held = {name: np.concatenate(found) for name, found in encoded.items() if found}
@@ -360,4 +384,4 @@ class ClipsWithText:
         """Returns the encoded videos and the text embeddings of one clip."""
         number, row = self._clips.locate(index)
         shard = self._clips.shards[number]
-        return shard.read(row, shard.held(LATENTS, IMAGE)) | self._text[number].read(row)
+        return shard.read(row, shard.held(*ENCODED)) | self._text[number].read(row)

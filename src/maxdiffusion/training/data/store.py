@@ -33,6 +33,7 @@ from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
 from maxdiffusion.training.data.batches import Samples
 from maxdiffusion.training.data.latent_cache import (
     IMAGE,
+    IMAGE_TOKENS,
     LATENTS,
     SKIPPED,
     CachedClips,
@@ -60,7 +61,12 @@ from maxdiffusion.training.image_conditioning import (
     image_conditioning,
 )
 from maxdiffusion.training.loss import ClipBatch
-from maxdiffusion.training.models import WHOLE_CLIP_PIXELS, clip_encoder, text_encoder
+from maxdiffusion.training.models import (
+    WHOLE_CLIP_PIXELS,
+    clip_encoder,
+    frame_encoder,
+    text_encoder,
+)
 from maxdiffusion.training.settings import caption_length, clip_size, clips
 from maxdiffusion.training.text import Captions, EncodedBefore
 from maxdiffusion.training.wan import StoredText, TextSource, Tokens
@@ -203,16 +209,19 @@ class ClipStore:
 
     @property
     def arrays(self) -> tuple[str, ...]:
-        """The encoded videos that are stored of a clip."""
-        return (LATENTS, IMAGE) if self.image.stores_image else (LATENTS,)
+        """The arrays that are stored of a clip."""
+        image = (IMAGE,) if self.image.stores_image else ()
+        return (LATENTS, *image, *((IMAGE_TOKENS,) if self.image.attended_tokens else ()))
 
     def _values(self, held: ClipSet) -> int:
         """Returns the number of values that are stored of one clip."""
-        return len(self.arrays) * prod(self.latent(held).dims)
+        videos = len({LATENTS, IMAGE} & {*self.arrays})
+        tokens = self.image.attended_tokens * (self.spec.transformer.image_dim or 0)
+        return videos * prod(self.latent(held).dims) + tokens
 
     @cached_property
     def _model(self) -> str:
-        return model_hash(self.folder)
+        return model_hash(self.folder, MODELS if self.image.attended_tokens else MODELS[:2])
 
     def plan(self, held: ClipSet) -> CachePlan:
         """Returns the sizes of shards and batches for a set."""
@@ -233,7 +242,11 @@ class ClipStore:
         plans = [(held, self.plan(held)) for held in self.sets]
         missing = {held.cache: len(_missing(held, plan)) for held, plan in plans}
         self._check_free_space(plans, missing)
-        encode = clip_encoder(self.folder, self.spec) if any(missing.values()) else _never
+        encode, frames = _never, _never
+        if any(missing.values()):
+            encode = clip_encoder(self.folder, self.spec)
+            if self.image.attended_tokens:
+                frames = frame_encoder(self.folder, self.spec)
         limit = min(self.config.max_sequence_length, self.caption_tokens)
         tokenize = partial(self.tokenizer.ids, max_sequence_length=limit)
         total = sum(len(_share().of(_shards(held, plan))) for held, plan in plans)
@@ -244,6 +257,7 @@ class ClipStore:
                     held.clips,
                     plan,
                     encode=encode,
+                    encode_frames=frames,
                     tokenize=tokenize,
                     share=_share(),
                     advance=advance,
@@ -319,7 +333,11 @@ def _never(*_: Any) -> Any:
     raise AssertionError("nothing is missing")
 
 
-def model_hash(folder: ModelFolder, parts: Sequence[str] = ("vae", "tokenizer")) -> str:
+# That cached clips depend on; the last two if they hold tokens of an image.
+MODELS = ("vae", "tokenizer", "image_encoder", "image_processor")
+
+
+def model_hash(folder: ModelFolder, parts: Sequence[str] = MODELS[:2]) -> str:
     """Returns a digest of the components that cached clips depend on."""
     files = [file for name in parts for file in sorted((folder.root / name).glob("*"))]
     return digest_value([(file.name, file.sha256) for file in digest_files(files)])
@@ -332,4 +350,9 @@ def as_clip_batch(rows: Mapping[str, Any]) -> ClipBatch:
         captions = EncodedBefore(rows=rows["text"])
     else:
         captions = Captions(ids=rows["ids"], lengths=rows["lengths"])
-    return ClipBatch(latents=rows[LATENTS], captions=captions, image=rows.get(IMAGE))
+    return ClipBatch(
+        latents=rows[LATENTS],
+        captions=captions,
+        image=rows.get(IMAGE),
+        image_tokens=rows.get(IMAGE_TOKENS),
+    )
