@@ -96,6 +96,11 @@ def line(text):
         ("replica_groups=[2,4]<=[8]", ("ring", "ulysses"), 4),
         ("replica_groups=mesh['a'=2,'b'=4] {'a'}", ("data",), 2),
         ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", ("data", "ring", "ulysses"), 8),
+        (
+            "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}",
+            ("ring", "ulysses"),
+            4,
+        ),
     ],
 )
 def test_groups_in_every_spelling(groups, axes, size):

@@ -11,7 +11,10 @@ from maxdiffusion.preflight.readers.cycles import visits
 from maxdiffusion.preflight.readers.hlo import Instruction, ScheduledProgram
 
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
-_MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+_MESH = re.compile(
+    r"replica_groups=mesh\[([^\]]*)\]"
+    r"(?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"
+)
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
 
@@ -103,24 +106,31 @@ def _groups(instruction: Instruction) -> list[list[int]]:
         return _chains(pairs)
     iota = _IOTA.search(instruction.text)
     if iota:
-        count, size = int(iota[1]), int(iota[2])
-        numbers = np.arange(count * size).reshape([int(side) for side in iota[3].split(",")])
-        if iota[4]:
-            numbers = numbers.transpose([int(axis) for axis in iota[4].split(",")])
-        return numbers.reshape(count, size).tolist()
+        return _numbers(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2])).tolist()
     mesh = _MESH.search(instruction.text)
     if mesh:
-        return _mesh_groups(mesh[1], mesh[2])
+        return _mesh_groups(mesh[1], mesh[4], ids=_numbers(mesh[2], mesh[3]) if mesh[2] else None)
     listed = _LISTED.search(instruction.text)
     return _listed(listed[1]) if listed else []
 
 
-def _mesh_groups(sizes: str, axes: str) -> list[list[int]]:
-    """Returns devices that differ along `axes` only, of a mesh written as 'a'=2,'b'=4."""
+def _numbers(sides: str, order: str | None) -> np.ndarray:
+    """Returns the numbers from 0 in an array of these sides, its dimensions in this order."""
+    shape = [int(side) for side in sides.split(",")]
+    numbers = np.arange(math.prod(shape)).reshape(shape)
+    return numbers.transpose([int(axis) for axis in order.split(",")]) if order else numbers
+
+
+def _mesh_groups(sizes: str, axes: str, *, ids: np.ndarray | None) -> list[list[int]]:
+    """Returns devices that differ along `axes` only, of a mesh written as 'a'=2,'b'=4.
+
+    `ids` are the numbers of its devices, where they are not in order.
+    """
     shape = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     along = [index for index, name in enumerate(shape) if f"'{name}'" in axes]
     across = [index for index in range(len(shape)) if index not in along]
-    numbers = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    numbers = np.arange(math.prod(shape.values())) if ids is None else ids
+    numbers = numbers.reshape(tuple(shape.values()))
     size = math.prod(numbers.shape[index] for index in along)
     return numbers.transpose([*across, *along]).reshape(-1, size).tolist()
 
