@@ -95,6 +95,7 @@ SETTINGS = {
     "precision of products": "precision=HIGHEST",
     "scanned layers": "scan_layers=false",
     "room for adapters": "lora_rank=4",
+    "8-bit weights": "use_qwix_quantization=true quantization=int8",
     "text length": "max_sequence_length=32",
     "frames of a VAE chunk": "vae_decode_chunk=4",
     "VAE tiles": "vae_tiling=true",
@@ -108,7 +109,7 @@ SETTINGS = {
 
 @pytest.mark.parametrize("override", SETTINGS.values(), ids=SETTINGS)
 def test_settings_change_the_key_of_every_program(config, override):
-    assert shared_facts(job_of(config)[0]) != shared_facts(job_of(config, override)[0])
+    assert shared_facts(job_of(config)[0]) != shared_facts(job_of(config, *override.split())[0])
 
 
 def test_tiles_of_a_search_change_the_key(config):
@@ -228,6 +229,8 @@ WEIGHTS = {
     "weights_dtype=bfloat16": EXPERTS,
     "text_encoder_dtype=float32": {"text_encoder"},
     "vae_weights_dtype=bfloat16": {"vae"},
+    "use_qwix_quantization=true quantization=int8": EXPERTS,
+    "use_qwix_quantization=true quantization=fp8": EXPERTS,
     # Not part of the arrays on disk.
     "lora_rank=4": set(),
     "scan_layers=false": set(),
@@ -246,7 +249,8 @@ WEIGHTS = {
 
 @pytest.mark.parametrize(("override", "components"), WEIGHTS.items(), ids=WEIGHTS)
 def test_fields_that_change_converted_weights(config, override, components):
-    assert changed(config, override) == components
+    words = override.split() if "quantization" in override else [override]
+    assert changed(config, *words) == components
 
 
 @pytest.fixture
