@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from maxdiffusion.config.load import parse_config
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.serving.app import Api, make_app
-from maxdiffusion.serving.fields import Offer, Size
+from maxdiffusion.serving.offer import Offer, Size
 from maxdiffusion.serving.queue import JobQueue
 from maxdiffusion.serving.security import Access
 from maxdiffusion.serving.server import FrontDoor
@@ -51,6 +51,7 @@ def offer_of(config, **facts) -> Offer:
         "frame_step": 4,
         "most_pixels": 10**6,
         "schedulers": ("unipc", "euler"),
+        "inputs": {"input_video": False},  # as the embedded model
         "plan": PLAN,
     }
     return Offer.of(config, **usual | facts)

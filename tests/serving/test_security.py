@@ -15,7 +15,7 @@ from tests.serving.stand_in import StandIn, config_of, listening
 
 ANNA, BEN = "anna-key-0123456789", "ben-key-0123456789"
 CREATE = {"prompt": "a red circle"}
-FILES = ("security", "images")
+FILES = ("security", "uploads")
 
 
 @pytest.fixture

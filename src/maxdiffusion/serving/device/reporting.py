@@ -1,4 +1,4 @@
-"""Reports of the device loop: stages, steps and ends of jobs, and the phases of the start."""
+"""Reports of the device loop: stages, steps, ends and failures of jobs, phases of the start."""
 
 import logging
 import time
@@ -6,9 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import numpy as np
 
+from maxdiffusion.diffusion.denoise import NotFiniteError
+from maxdiffusion.errors import ProblemsFound
+from maxdiffusion.runtime.files import WritingFailed
 from maxdiffusion.runtime.progress import PROGRESS
+from maxdiffusion.runtime.video import VideoError
 from maxdiffusion.serving.queue import JobQueue
 from maxdiffusion.serving.store import Job
 
@@ -70,3 +75,27 @@ class timed:  # noqa: N801
             seconds = time.monotonic() - self._started
             logger.info("%s: %.2f s", self._name, seconds)
             self._phase(self._name, seconds)
+
+
+def explain(error: Exception) -> tuple[str, str]:
+    """Returns the code and the message of a failure for clients; details go to the log."""
+    if isinstance(error, ProblemsFound):
+        return "invalid_value", str(error)
+    if isinstance(error, NotFiniteError):
+        return "not_finite", "The model computed values that are not finite."
+    if is_disk_error(error):
+        logger.error("the disk refused a file: %s", error)
+        return "disk_full", "The server could not write the video: its disk is full."
+    text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+        logger.error("out of memory: %s", text.splitlines()[0])
+        return "out_of_memory", "The devices have too little memory for this size."
+    logger.error("a job failed", exc_info=error)
+    return "internal_error", "The server failed to make this video. Its log has the reason."
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Returns whether a failure is a write that the disk refused."""
+    return isinstance(error, OSError | WritingFailed) or (
+        isinstance(error, VideoError) and "No space left" in str(error)
+    )
