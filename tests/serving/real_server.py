@@ -188,7 +188,7 @@ def break_seeds(worker: Any) -> None:
     def compile_or_wait(self: Any, fields: Any) -> None:
         if fields["width"] == 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: by the test")
-        while fields["width"] == 48 and not (self._files._folder.parents[1] / "compile").exists():
+        while fields["width"] == 48 and not (self.files._folder.parents[1] / "compile").exists():
             time.sleep(0.02)
         compile_all(self, fields)
 

@@ -60,7 +60,7 @@ def offer_of(config, **facts) -> Offer:
 class StandIn:
     """A queue with its HTTP layer; `run` makes videos in a thread, one step per `tick`."""
 
-    def __init__(self, folder: Path, **overrides):
+    def __init__(self, folder: Path, adapters: tuple[str, ...] = (), **overrides):
         self.config = config_of(folder, **overrides)
         self.state = Path(self.config.serve_dir)
         self.store = JobStore(
@@ -70,7 +70,7 @@ class StandIn:
         )
         self.queue = JobQueue.open(self.config, self.store)
         self.access = Access.of(self.config)
-        self.offer = offer_of(self.config)
+        self.offer = offer_of(self.config, adapters=adapters)
         self.api = Api(self.queue, self.offer, self.access, hang_seconds=1800)
         self.app = make_app(self.api)
         self.queue.ready = True

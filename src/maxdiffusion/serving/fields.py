@@ -297,7 +297,9 @@ def read_request(
     check_inputs(offer, {**known, **values})
     priority = values.pop("priority", 0)
     values.pop("model", None)
-    size = choose_size(offer, values, {**known, **chosen})
+    kept = {name: known[name] for name in SHAPE_FIELDS} if base is not None else {}
+    states_shape = not {*SHAPE_FIELDS, "size", "seconds"}.isdisjoint(values)
+    size = choose_size(offer, values if states_shape else {**values, **kept}, {**known, **chosen})
     for name in ("size", "seconds"):
         values.pop(name, None)
     shape = {"width": size.width, "height": size.height, "num_frames": size.frames}

@@ -135,9 +135,9 @@ class JobQueue:
         self._arrived: SimpleQueue[Job] = SimpleQueue()
 
     @classmethod
-    def open(cls, config: Config, store: JobStore) -> "JobQueue":
+    def open(cls, config: Config, store: JobStore, files: InputFiles | None = None) -> "JobQueue":
         """Returns the queue of a config, with everything that an earlier server left."""
-        files = input_files(config, shared=store.shared)
+        files = files or input_files(config, shared=store.shared)
         queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config), files)
         queue.recover()
         return queue

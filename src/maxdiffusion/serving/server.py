@@ -180,7 +180,7 @@ def serve(parsed: ParsedConfig) -> None:
             replica=new_id(),
             lease_seconds=config.serve_lease_seconds,
         )
-        queue = JobQueue.open(config, store)
+        queue = JobQueue.open(config, store, worker.files)
         front = FrontDoor(config, queue, worker.offer(), access)
         stop_on_signals(queue.stop, config)
         front.start()

@@ -106,7 +106,7 @@ class Worker:
     ):
         """`config` is that of the server; the job may have another one, to be resolved."""
         self._job, self._folder, self._config = job, folder, config
-        self.sizes, self._files = sizes, files
+        self.sizes, self.files = sizes, files
         spec = job.builder.spec
         self._adapters = ServedAdapters.of(config, spec)
         self._inputs = shared_inputs(offered_inputs(spec), files, config.output_dir)
@@ -245,7 +245,7 @@ class Worker:
     def _requests(self, fields: Mapping[str, Any]) -> list[Request]:
         """Returns requests of all batch sizes for jobs with these fields; no file is read."""
         tasks = LineTasks(config=self._config_of(fields), spec=self._job.builder.spec)
-        line = line_of({**fields, "prompt": ""}, self._files)
+        line = line_of({**fields, "prompt": ""}, self.files)
         return [
             tasks.request(
                 [line] * count,
@@ -410,7 +410,7 @@ class Worker:
     def _work(self, job: Job) -> Work:
         config = self._config_of(job.fields)
         provenance = Provenance.of(self._job.choices.fields_of(config))
-        line = line_of(job.fields, self._files)
+        line = line_of(job.fields, self.files)
         return Work(
             job=job,
             config=config,
