@@ -9,6 +9,7 @@ from PIL import Image
 
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.config import Config
+from maxdiffusion.config.job_fields import stated_inputs
 from maxdiffusion.config.load import ParsedConfig
 from maxdiffusion.distributed.coordination import (
     all_gather_str,
@@ -17,8 +18,9 @@ from maxdiffusion.distributed.coordination import (
 )
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.job import ResolvedJob, resolve_job
+from maxdiffusion.generation.settings import transformer_files
 from maxdiffusion.pipelines.request import VideoShape
-from maxdiffusion.pipelines.spec import WanSpec
+from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.serving.device.work import has_adapters
 from maxdiffusion.serving.offer import Size
 from maxdiffusion.serving.uploads import InputFiles
@@ -80,17 +82,20 @@ def resolve_model(parsed: ParsedConfig, files: InputFiles) -> tuple[ResolvedJob,
     config = parsed.config
     if has_adapters(config):  # loaded by their names, not fused
         config = replace(config, enable_lora=False)
-    if config.model_type != "I2V":
-        return resolve_job(replace(parsed, config=config))
-    sample = str(files.path(sample_image(files)))
-    config = replace(config, image_url=sample)
+    if config.model_type == "I2V":
+        config = replace(config, image_url=str(files.path(sample_image(files))))
     try:
         return resolve_job(replace(parsed, config=config))
     except ProblemsFound as found:
-        # The model alone knows whether it needs the last image too.
-        if [problem.name for problem in found.problems] != ["last_image_path"]:
+        if not {problem.name for problem in found.problems} <= {*stated_inputs(config)}:
             raise
-    return resolve_job(replace(parsed, config=replace(config, last_image_path=sample)))
+        # Only inputs are wrong, so the model can be opened: it alone knows what it needs.
+        _, spec = open_wan_folder(config.pretrained_model_name_or_path, transformer_files(config))
+        check_servable(spec)
+        if not offered_inputs(spec).get("input_last_image"):
+            raise
+    last = replace(config, last_image_path=config.image_url)
+    return resolve_job(replace(parsed, config=last))
 
 
 def shared_inputs(
