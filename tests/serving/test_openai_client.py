@@ -46,7 +46,7 @@ def test_the_example_of_the_docs_runs(tmp_path):
     docs = (Path(__file__).parents[2] / "docs/serving.md").read_text()
     lines = docs.split("with the `openai` package, unchanged:\n\n")[1].split("\n\n## ")[0]
     example = "\n".join(line.removeprefix("    ") for line in lines.splitlines())
-    assert len([line for line in example.splitlines() if line]) == 10
+    assert len(example.splitlines()) == 10
     with listening(tmp_path) as (_, address):
         subprocess.run(
             [sys.executable, "-c", example.replace("http://127.0.0.1:8000", address)],

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 
+from maxdiffusion.serving.device import programs
 from maxdiffusion.serving.device.programs import BackgroundPrograms
 
 
@@ -74,3 +75,15 @@ def test_a_failure_on_one_process_is_one_of_the_kind_and_others_go_on():
     assert first.programs.is_ready("small")
     assert first.programs.failure("small") is None
     assert first.programs.failure("unknown") is None
+
+
+def test_the_number_of_kinds_is_limited(monkeypatch):
+    monkeypatch.setattr(programs, "MOST_KINDS", 2)
+    first = Process()
+    first.programs.add("served")
+    for size in ("small", "large"):
+        assert first.programs.failure(size) is None
+        first.programs.order(size, {"size": size})
+    assert first.programs.failure("third")[0] == "too_many_kinds"
+    assert first.programs.failure("small") is None
+    assert first.programs.failure("served") is None

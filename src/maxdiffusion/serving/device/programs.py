@@ -17,6 +17,7 @@ from queue import SimpleQueue
 from typing import Any
 
 logger = logging.getLogger(__name__)
+MOST_KINDS = 64  # until the next start: programs occupy memory of devices and host
 Failure = tuple[str, str]
 """Code and message of a kind that cannot be compiled."""
 Compile = Callable[[Mapping[str, Any]], None]
@@ -56,7 +57,13 @@ class BackgroundPrograms:
 
     def failure(self, kind: Hashable) -> Failure | None:
         """Returns why a kind cannot be compiled; None if it can, or is not known yet."""
+        if kind not in self._numbers and kind not in self._ready and self._is_full:
+            return "too_many_kinds", f"{MOST_KINDS} other kinds of videos were compiled already."
         return self._agreed.get(self._numbers.get(kind, -1))
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._numbers) >= MOST_KINDS
 
     @property
     def is_busy(self) -> bool:
