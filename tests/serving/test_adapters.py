@@ -7,7 +7,7 @@ import pytest
 
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.serving.device.work import ServedAdapters
+from maxdiffusion.serving.device.start import ServedAdapters
 from tests.oracle.lora_files import write_lora
 from tests.serving.real_server import RealServer
 from tests.serving.stand_in import config_of

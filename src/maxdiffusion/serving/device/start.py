@@ -1,9 +1,12 @@
-"""Resolves the model of a server: sizes, the inputs that requests may bring, samples of them."""
+"""The start of a server: sizes, inputs that requests may bring, adapters, and timed phases."""
 
 import io
 import logging
-from collections.abc import Mapping
-from dataclasses import replace
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from PIL import Image
 
@@ -18,15 +21,21 @@ from maxdiffusion.distributed.coordination import (
 )
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.job import ResolvedJob, resolve_job
+from maxdiffusion.generation.lora import lora_choices
 from maxdiffusion.generation.settings import transformer_files
 from maxdiffusion.pipelines.request import VideoShape
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
-from maxdiffusion.serving.device.work import has_adapters
+from maxdiffusion.pipelines.wan import VideoPipeline
+from maxdiffusion.pipelines.weights import LoraChoice, find_lora
+from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.serving.offer import Size
 from maxdiffusion.serving.uploads import InputFiles
 
 logger = logging.getLogger(__name__)
 SAMPLE_SIDE = 64
+ADAPTER_NAME = re.compile(r"[a-z0-9_]{1,40}")
+Phase = Callable[[str, float], None]
+"""Gets the name of a phase of the start and its seconds."""
 
 
 def parse_sizes(config: Config) -> tuple[Size, ...]:
@@ -122,3 +131,103 @@ def shared_inputs(
 def shape_of(size: Size) -> VideoShape:
     """Returns the shape of a size."""
     return VideoShape(height=size.height, width=size.width, num_frames=size.frames)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedAdapters:
+    """Adapters of `lora_config` whose strengths requests may change; none without `lora_rank`."""
+
+    choices: tuple[LoraChoice, ...]
+
+    @classmethod
+    def of(cls, config: Config, spec: WanSpec) -> "ServedAdapters":
+        """Returns the adapters of a config; raises names that no request could use."""
+        if not has_adapters(config):
+            return cls(choices=())
+        choices = tuple(
+            replace(choice, name=choice.name or usual_name(choice))
+            for choice in lora_choices(config.lora_config, spec.experts)
+        )
+        problems = [
+            Problem(
+                name="lora_config.adapter_name",
+                value=choice.name,
+                rule="requests name it: it must have 1 to 40 of the characters a-z, 0-9 and _",
+                remedy="Choose another name",
+            )
+            for choice in choices
+            if not ADAPTER_NAME.fullmatch(choice.name)
+        ]
+        Collector([*problems, *_repeated(choices)]).raise_if_any()
+        return cls(choices=choices)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the adapters."""
+        return tuple(dict.fromkeys(choice.name for choice in self.choices))
+
+    def load(self, pipeline: VideoPipeline, *, strict: bool) -> None:
+        """Loads all adapters and puts them into the weights; raises what does not fit."""
+        for choice in self.choices:
+            file = find_lora(choice.location, choice.weight_name, name="lora_config")
+            pipeline.lora.load(file, choice.name, choice.component, strict=strict)
+        if self.choices:
+            self.activate(pipeline, {})
+            pipeline.apply_adapters()
+
+    def activate(self, pipeline: VideoPipeline, factors: Mapping[str, float]) -> None:
+        """Sets the strengths of the next videos: those of the config times the factors."""
+        if not self.choices:
+            return
+        wanted = [name for name in self.names if factors.get(name, 1.0)]
+        strengths: Sequence[Mapping[str, float]] = [
+            {
+                choice.component: choice.strength * factors.get(name, 1.0)
+                for choice in self.choices
+                if choice.name == name
+            }
+            for name in wanted
+        ]
+        pipeline.set_adapters(wanted, strengths)
+
+
+def has_adapters(config: Config) -> bool:
+    """Returns whether requests may set the strengths of adapters."""
+    return config.enable_lora and config.lora_rank > 0
+
+
+def usual_name(choice: LoraChoice) -> str:
+    """Returns the name of an adapter that the config gives none: that of its file."""
+    file = PurePosixPath(choice.weight_name or choice.location)
+    stem = file.stem if file.suffix == ".safetensors" else file.name
+    return re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_")[:40]
+
+
+def _repeated(choices: Sequence[LoraChoice]) -> list[Problem]:
+    seen: set[tuple[str, str]] = set()
+    problems = []
+    for choice in choices:
+        if (choice.name, choice.component) in seen:
+            rule = "two files of one transformer have this name"
+            remedy = "Give each file its own in lora_config.adapter_name"
+            name = "lora_config.adapter_name"
+            problems.append(Problem(name=name, value=choice.name, rule=rule, remedy=remedy))
+        seen.add((choice.name, choice.component))
+    return problems
+
+
+class timed:  # noqa: N801
+    """Measures a phase of the start and logs it."""
+
+    def __init__(self, name: str, phase: Phase):
+        self._name, self._phase = name, phase
+
+    def __enter__(self) -> None:
+        PROGRESS.checkpoint(self._name)
+        self._started = time.monotonic()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            seconds = time.monotonic() - self._started
+            logger.info("%s: %.2f s", self._name, seconds)
+            self._phase(self._name, seconds)

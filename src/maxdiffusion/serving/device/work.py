@@ -1,30 +1,37 @@
-"""Jobs as the device loop sees them: config, line, identity, adapters.
+"""Jobs that run: everything that their videos are made from, their steps, and how they end.
 
 fields of a job --> config fields        replace those of the server
                 --> lora_NAME            factors on the strengths of adapters
                 --> names of files       image, video, ... of the line
+Steps           progress, previews, cancellation after every step
+Reporter        tells the queue; `explain` has the code of a failure
 """
 
-import re
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
 from typing import Any
+
+import jax
+import numpy as np
 
 from maxdiffusion.config import Config
 from maxdiffusion.config.config import FIELDS
 from maxdiffusion.config.validate import VideoRequestLine
-from maxdiffusion.errors import Collector, Problem
-from maxdiffusion.generation.lora import lora_choices
+from maxdiffusion.diffusion.denoise import NotFiniteError
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.generation.resume import Provenance, Video
-from maxdiffusion.pipelines.spec import WanSpec
-from maxdiffusion.pipelines.wan import VideoPipeline
-from maxdiffusion.pipelines.weights import LoraChoice, find_lora
+from maxdiffusion.pipelines.request import Request
+from maxdiffusion.runtime.files import WritingFailed
+from maxdiffusion.runtime.video import VideoError
+from maxdiffusion.serving.device.preview import PreviewMap, animated, clean_estimate
 from maxdiffusion.serving.offer import ADAPTER
+from maxdiffusion.serving.queue import JobQueue
 from maxdiffusion.serving.store import Job
 from maxdiffusion.serving.uploads import UPLOADS, InputFiles, inputs_of
 
-ADAPTER_NAME = re.compile(r"[a-z0-9_]{1,40}")
+logger = logging.getLogger(__name__)
+TRAIN_TIMESTEPS = 1000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,84 +99,134 @@ def freeze(fields: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
+@dataclass(frozen=True, kw_only=False)
+class Reporter:
+    """Tells the queue what happens to jobs; does nothing on processes without one."""
+
+    queue: JobQueue | None
+
+    def stage(self, identifiers: Sequence[str], stage: str) -> None:
+        """Reports the stage of jobs."""
+        if self.queue is not None:
+            self.queue.stage(identifiers, stage)
+
+    def step(self, identifiers: Sequence[str], step: int, seconds: float) -> None:
+        """Reports a finished step."""
+        if self.queue is not None:
+            self.queue.step(identifiers, step, seconds)
+
+    def complete(self, job: Job, frames: np.ndarray, timings: Mapping[str, Any]) -> None:
+        """Writes the still images of a video that exists, and completes its job."""
+        if self.queue is not None:
+            self.queue.library.write_stills(job.id, frames)
+            self.queue.complete(job, timings)
+
+    def cancel(self, job: Job) -> None:
+        """Ends a cancelled job."""
+        if self.queue is not None:
+            self.queue.cancel_running(job)
+
+    def fail(self, job: Job, code: str, message: str) -> None:
+        """Ends a job that failed, unless it ended before."""
+        if self.queue is not None and self.queue.live(job.id) is not None:
+            self.queue.fail(job, code, message)
+
+    def requeue(self, jobs: Sequence[Job]) -> None:
+        """Gives jobs back that the server did not finish."""
+        if self.queue is not None:
+            self.queue.requeue([job for job in jobs if self.queue.live(job.id) is not None])
+
+
+class Stopped(Exception):
+    """The server stops: the jobs that run go back to the queue."""
+
+
+class AllCancelled(Exception):
+    """No job of the batch is wanted any more."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ServedAdapters:
-    """Adapters of `lora_config` whose strengths requests may change; none without `lora_rank`."""
+class Verdict:
+    """An agreement of all processes: jobs that were cancelled, and whether to stop."""
 
-    choices: tuple[LoraChoice, ...]
+    cancelled: frozenset[str]
+    stop: bool
 
-    @classmethod
-    def of(cls, config: Config, spec: WanSpec) -> "ServedAdapters":
-        """Returns the adapters of a config; raises names that no request could use."""
-        if not has_adapters(config):
-            return cls(choices=())
-        choices = tuple(
-            replace(choice, name=choice.name or usual_name(choice))
-            for choice in lora_choices(config.lora_config, spec.experts)
-        )
-        problems = [
-            Problem(
-                name="lora_config.adapter_name",
-                value=choice.name,
-                rule="requests name it: it must have 1 to 40 of the characters a-z, 0-9 and _",
-                remedy="Choose another name",
-            )
-            for choice in choices
-            if not ADAPTER_NAME.fullmatch(choice.name)
-        ]
-        Collector([*problems, *_repeated(choices)]).raise_if_any()
-        return cls(choices=choices)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the adapters."""
-        return tuple(dict.fromkeys(choice.name for choice in self.choices))
+Agree = Callable[[Sequence[str]], Verdict]
+"""Returns the verdict on running jobs, after all processes have called it."""
 
-    def load(self, pipeline: VideoPipeline, *, strict: bool) -> None:
-        """Loads all adapters and puts them into the weights; raises what does not fit."""
-        for choice in self.choices:
-            file = find_lora(choice.location, choice.weight_name, name="lora_config")
-            pipeline.lora.load(file, choice.name, choice.component, strict=strict)
-        if self.choices:
-            self.activate(pipeline, {})
-            pipeline.apply_adapters()
 
-    def activate(self, pipeline: VideoPipeline, factors: Mapping[str, float]) -> None:
-        """Sets the strengths of the next videos: those of the config times the factors."""
-        if not self.choices:
+class Steps:
+    """The steps of one batch. Previews are drawn by the process that has the queue."""
+
+    def __init__(
+        self,
+        *,
+        agree: Agree,
+        previews: PreviewMap,
+        reporter: Reporter,
+        works: Sequence[Work],
+        request: Request,
+    ):
+        self._agree, self._previews = agree, previews
+        self._reporter, self._request = reporter, request
+        self.alive = [*works]
+        self.seconds = 0.0
+        self._rows = {work.job.id: row for row, work in enumerate(works)}
+        self._before: tuple[int, np.ndarray] | None = None
+
+    def after(self, latents: Any, index: int, seconds: float) -> None:
+        """Reports a step; raises Stopped, or AllCancelled when no job is left."""
+        self.seconds += seconds
+        queue = self._reporter.queue
+        verdict = self._agree([work.job.id for work in self.alive])
+        for work in [work for work in self.alive if work.job.id in verdict.cancelled]:
+            self._reporter.cancel(work.job)
+            self.alive.remove(work)
+        if not self.alive:
+            raise AllCancelled
+        if verdict.stop:
+            raise Stopped
+        self._reporter.step([work.job.id for work in self.alive], index + 1, seconds)
+        if queue is not None and queue.is_watched:
+            self._preview(queue, np.array(latents), index)
+
+    def _preview(self, queue: JobQueue, latents: np.ndarray, index: int) -> None:
+        """Draws the estimate of the finished video; a failure costs the preview only."""
+        noise = [*self._request.sampler.timesteps, 0.0]
+        earlier_step, self._before = self._before, (index, latents)
+        if earlier_step is None or earlier_step[0] != index - 1:
             return
-        wanted = [name for name in self.names if factors.get(name, 1.0)]
-        strengths: Sequence[Mapping[str, float]] = [
-            {
-                choice.component: choice.strength * factors.get(name, 1.0)
-                for choice in self.choices
-                if choice.name == name
-            }
-            for name in wanted
-        ]
-        pipeline.set_adapters(wanted, strengths)
+        before = earlier_step[1]
+        size = (self._request.video.width, self._request.video.height)
+        after, earlier = noise[index + 1] / TRAIN_TIMESTEPS, noise[index] / TRAIN_TIMESTEPS
+        for work in self.alive:
+            row = self._rows[work.job.id]
+            clean = clean_estimate(latents[row], before[row], float(after), float(earlier))
+            colours = self._previews.colours(clean)
+            queue.preview(work.job.id, index + 1, animated(colours, size))
 
 
-def has_adapters(config: Config) -> bool:
-    """Returns whether requests may set the strengths of adapters."""
-    return config.enable_lora and config.lora_rank > 0
+def explain(error: Exception) -> tuple[str, str]:
+    """Returns the code and the message of a failure for clients; details go to the log."""
+    if isinstance(error, ProblemsFound):
+        return "invalid_value", str(error)
+    if isinstance(error, NotFiniteError):
+        return "not_finite", "The model computed values that are not finite."
+    if is_disk_error(error):
+        logger.error("the disk refused a file: %s", error)
+        return "disk_full", "The server could not write the video: its disk is full."
+    text = str(error)
+    if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in text:
+        logger.error("out of memory: %s", text.splitlines()[0])
+        return "out_of_memory", "The devices have too little memory for this size."
+    logger.error("a job failed", exc_info=error)
+    return "internal_error", "The server failed to make this video. Its log has the reason."
 
 
-def usual_name(choice: LoraChoice) -> str:
-    """Returns the name of an adapter that the config gives none: that of its file."""
-    file = PurePosixPath(choice.weight_name or choice.location)
-    stem = file.stem if file.suffix == ".safetensors" else file.name
-    return re.sub(r"[^a-z0-9]+", "_", stem.lower()).strip("_")[:40]
-
-
-def _repeated(choices: Sequence[LoraChoice]) -> list[Problem]:
-    seen: set[tuple[str, str]] = set()
-    problems = []
-    for choice in choices:
-        if (choice.name, choice.component) in seen:
-            rule = "two files of one transformer have this name"
-            remedy = "Give each file its own in lora_config.adapter_name"
-            name = "lora_config.adapter_name"
-            problems.append(Problem(name=name, value=choice.name, rule=rule, remedy=remedy))
-        seen.add((choice.name, choice.component))
-    return problems
+def is_disk_error(error: BaseException) -> bool:
+    """Returns whether a failure is a write that the disk refused."""
+    return isinstance(error, OSError | WritingFailed) or (
+        isinstance(error, VideoError) and "No space left" in str(error)
+    )

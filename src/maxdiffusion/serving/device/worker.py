@@ -58,20 +58,26 @@ from maxdiffusion.runtime.progress import PROGRESS
 from maxdiffusion.runtime.video import read_video
 from maxdiffusion.serving.device.preview import PreviewMap
 from maxdiffusion.serving.device.programs import BackgroundPrograms
-from maxdiffusion.serving.device.reporting import Phase, Reporter, explain, timed
 from maxdiffusion.serving.device.start import (
+    Phase,
+    ServedAdapters,
     check_servable,
     offered_inputs,
     parse_sizes,
     resolve_model,
     shape_of,
     shared_inputs,
+    timed,
 )
-from maxdiffusion.serving.device.steps import AllCancelled, Steps, Stopped, Verdict
 from maxdiffusion.serving.device.work import (
-    ServedAdapters,
+    AllCancelled,
+    Reporter,
+    Steps,
+    Stopped,
+    Verdict,
     Work,
     config_of,
+    explain,
     factors_of,
     freeze,
     identity_of,
