@@ -4,8 +4,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/environment.sh "[serve]"
-cat >&2 <<'TEXT'
-The page and the API: http://127.0.0.1:8000 (ready in a few seconds; Ctrl+C stops, jobs are kept)
-TEXT
+echo "The next line with http:// is the address of the page and the API; ready in a few seconds." >&2
+echo "Ctrl+C stops; jobs are kept." >&2
 JAX_PLATFORMS="${JAX_PLATFORMS:-cpu}" exec .venv/bin/python -m maxdiffusion.serve_wan configs/wan_tiny.yml \
   aot_cache_dir=serve/programs "$@"

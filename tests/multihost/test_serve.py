@@ -1,8 +1,10 @@
 """Two processes serve one queue: the same jobs in the same order, a cancel on the same step."""
 
+import base64
 import json
 import signal
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from tests.multihost.launching import TINY, Started, launched
 COMMAND = ("-m", "maxdiffusion.serve_wan", TINY, "height=32", "width=32", "num_frames=5")
 OPTIONS = (
     *("num_inference_steps=4", "serve_port=0", "serve_free_bytes=0", "max_sequence_length=64"),
-    *("ici_data_parallelism=2", "ici_context_parallelism=4"),
+    *("ici_data_parallelism=2", "ici_context_parallelism=4", "serve_other_sizes=compile"),
     "jax_distributed_heartbeat_timeout_seconds=10",
 )
 
@@ -34,6 +36,15 @@ def wait_for(address: str, identifier: str, condition: Any) -> Any:
         assert time.monotonic() < ends, video
         time.sleep(0.02)
     return video
+
+
+def shows_preview(address: str, identifier: str) -> bool:
+    """Asks for a preview, which also has them drawn."""
+    try:
+        with urllib.request.urlopen(f"{address}/v1/videos/{identifier}/preview") as answer:
+            return answer.read(4) == b"RIFF"
+    except urllib.error.HTTPError:
+        return False
 
 
 def address_of(first: Started) -> str:
@@ -57,13 +68,22 @@ def test_two_processes_serve_cancel_and_stop(command: tuple[object, ...], tmp_pa
         long = call(address, "POST", "/v1/videos", prompt | {"num_inference_steps": 200})["id"]
         after = call(address, "POST", "/v1/videos", prompt | {"seed": 1})["id"]
         wait_for(address, done, lambda video: video["status"] == "completed")
+        # Another size, of a video: compiled on both while the long one runs.
+        with urllib.request.urlopen(f"{address}/v1/videos/{done}/content") as answer:
+            video = f"data:video/mp4;base64,{base64.b64encode(answer.read()).decode()}"
+        changed = prompt | {"size": "64x32", "input_video": video}
+        other = call(address, "POST", "/v1/videos", changed)["id"]
         wait_for(address, long, lambda video: (video["step"] or 0) >= 2)
+        wait_for(address, long, lambda _: shows_preview(address, long))
+        wait_for(address, other, lambda video: video["stage"] == "compiling")
         call(address, "POST", f"/v1/videos/{long}/cancel")
         cancelled = wait_for(address, long, lambda video: video["status"] == "failed")
         assert cancelled["error"]["code"] == "cancelled"
         wait_for(address, after, lambda video: video["status"] == "completed")
-        names = sorted(path.suffix for path in (tmp_path / "videos").iterdir())
-        assert names == [".jpg", ".jpg", ".mp4", ".mp4", ".webp", ".webp"]
+        made = wait_for(address, other, lambda video: video["status"] == "completed")
+        assert made["size"] == "64x32"
+        names = sorted(path.suffix for path in (tmp_path / "videos").glob("*.*"))
+        assert names == [*[".jpg"] * 3, *[".mp4"] * 3, *[".webp"] * 3]
         first.kill(signal.SIGTERM)
         assert (first.end(), second.end()) == (0, 0), first.output + second.output
 

@@ -109,7 +109,8 @@ def kill_now(*_: object, **__: object) -> None:
 def main(point: str, arguments: list[str]) -> int:
     """Runs the command; the process kills itself when it reaches the point."""
     from maxdiffusion.serve_wan import main as serve
-    from maxdiffusion.serving import library, queue, store, worker
+    from maxdiffusion.serving import library, queue, store
+    from maxdiffusion.serving.device import worker
 
     def after(owner: Any, name: str, *, calls: int = 1) -> None:
         original, count = getattr(owner, name), 0
@@ -160,6 +161,8 @@ def main(point: str, arguments: list[str]) -> int:
 
 def break_seeds(worker: Any) -> None:
     """Makes decoding, writing and denoising fail for some seeds."""
+    import jax
+
     from maxdiffusion.diffusion.denoise import NotFiniteError
 
     decode, write = worker.VideoPipeline.decode, worker.write_file
@@ -180,6 +183,16 @@ def break_seeds(worker: Any) -> None:
             raise NotFiniteError(step=0, steps=1, timestep=1.0, expert="x")
         return denoise(self, request, experts)
 
+    compile_all = worker.Worker._compile_kind
+
+    def compile_or_wait(self: Any, fields: Any) -> None:
+        if fields["width"] == 64:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: by the test")
+        while fields["width"] == 48 and not (self.files._folder.parents[1] / "compile").exists():
+            time.sleep(0.02)
+        compile_all(self, fields)
+
+    worker.Worker._compile_kind = compile_or_wait
     worker.VideoPipeline.decode, worker.write_file = decode_or_fail, write_or_fail
     worker.VideoPipeline.denoise = denoise_or_fail
 

@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from maxdiffusion.config.load import parse_config
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.serving.app import Api, make_app
-from maxdiffusion.serving.fields import Offer, Size
+from maxdiffusion.serving.offer import Offer, Size
 from maxdiffusion.serving.queue import JobQueue
 from maxdiffusion.serving.security import Access
 from maxdiffusion.serving.server import FrontDoor
@@ -51,6 +51,7 @@ def offer_of(config, **facts) -> Offer:
         "frame_step": 4,
         "most_pixels": 10**6,
         "schedulers": ("unipc", "euler"),
+        "inputs": {"input_video": False},  # as the embedded model
         "plan": PLAN,
     }
     return Offer.of(config, **usual | facts)
@@ -59,7 +60,7 @@ def offer_of(config, **facts) -> Offer:
 class StandIn:
     """A queue with its HTTP layer; `run` makes videos in a thread, one step per `tick`."""
 
-    def __init__(self, folder: Path, **overrides):
+    def __init__(self, folder: Path, adapters: tuple[str, ...] = (), **overrides):
         self.config = config_of(folder, **overrides)
         self.state = Path(self.config.serve_dir)
         self.store = JobStore(
@@ -69,7 +70,7 @@ class StandIn:
         )
         self.queue = JobQueue.open(self.config, self.store)
         self.access = Access.of(self.config)
-        self.offer = offer_of(self.config)
+        self.offer = offer_of(self.config, adapters=adapters)
         self.api = Api(self.queue, self.offer, self.access, hang_seconds=1800)
         self.app = make_app(self.api)
         self.queue.ready = True

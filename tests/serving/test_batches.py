@@ -1,5 +1,7 @@
 """The real model: batches, one cancelled among two, other sizes, failures and a full disk."""
 
+import base64
+
 import pytest
 
 from tests.serving.real_server import RealServer
@@ -41,11 +43,34 @@ def test_one_of_a_batch_is_cancelled_and_the_other_goes_on(server):
     assert server.steps_done() == 100
 
 
-def test_another_size_and_another_sampler_are_compiled(server):
-    size = server.call("POST", "/v1/videos", PROMPT | {"size": "48x32"})
-    sampler = server.call("POST", "/v1/videos", PROMPT | {"scheduler": "euler"})
-    assert ended(server, size["id"])["size"] == "48x32"
-    assert ended(server, sampler["id"])["status"] == "completed"
+def test_another_size_is_compiled_while_others_run(server):
+    """real_server.py makes this width wait in the compiler, until a file exists."""
+    size = server.call("POST", "/v1/videos", PROMPT | {"size": "48x32"})["id"]
+    held = server.wait(f"/v1/videos/{size}", lambda video: video["stage"] == "compiling")
+    assert held["status"] == "queued"
+    assert "48x32" in held["reason"]
+    passing = server.call("POST", "/v1/videos", PROMPT | {"seed": 9})["id"]
+    assert ended(server, passing)["status"] == "completed"
+    assert server.call("GET", f"/v1/videos/{size}")["status"] == "queued"
+    (server.log.parent / "compile").touch()
+    made = ended(server, size)
+    assert (made["status"], made["size"], made["reason"]) == ("completed", "48x32", None)
+
+
+def test_another_sampler_and_a_video_are_compiled(server):
+    sampler = server.call("POST", "/v1/videos", PROMPT | {"scheduler": "euler"})["id"]
+    assert ended(server, sampler)["status"] == "completed"
+    content = server.fetch(f"/v1/videos/{sampler}/content")
+    url = f"data:video/mp4;base64,{base64.b64encode(content).decode()}"
+    body = PROMPT | {"input_video": url, "strength": 0.5}
+    changed = ended(server, server.call("POST", "/v1/videos", body)["id"])
+    assert (changed["status"], changed["steps"]) == ("completed", 3), changed
+
+
+def test_a_size_that_cannot_be_compiled_fails_alone(server):
+    """real_server.py refuses to compile this width."""
+    broken = server.call("POST", "/v1/videos", PROMPT | {"size": "64x32"})["id"]
+    assert ended(server, broken)["error"]["code"] == "out_of_memory"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from maxdiffusion.runtime.video import read_video
 from tests.serving.stand_in import listening
 
 pytestmark = pytest.mark.slow
@@ -39,3 +40,18 @@ def test_the_client_does_everything(tmp_path, version):
         pytest.skip("openai 2.54 is not installed; scripts/test.sh installs it")
     with listening(tmp_path, step_seconds=0.02) as (_, address):
         assert run_client(address, folder).startswith(version)
+
+
+def test_the_example_of_the_docs_runs(tmp_path):
+    docs = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    lines = docs.split("with the `openai` package, unchanged:\n\n")[1].split("\n\n## ")[0]
+    example = "\n".join(line.removeprefix("    ") for line in lines.splitlines())
+    assert len(example.splitlines()) == 10
+    with listening(tmp_path) as (_, address):
+        subprocess.run(
+            [sys.executable, "-c", example.replace("http://127.0.0.1:8000", address)],
+            cwd=tmp_path,
+            timeout=60,
+            check=True,
+        )
+    assert read_video(tmp_path / "circle.mp4")[0].shape == (9, 64, 64, 3)

@@ -3,9 +3,11 @@
 import os
 import shutil
 
+import numpy as np
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
+from maxdiffusion.runtime.video import write_video
 from tests.serving.stand_in import listening
 
 pytestmark = pytest.mark.slow
@@ -85,6 +87,55 @@ def test_a_video_is_made_watched_compared_and_deleted(page, tmp_path):
         page.reload()
         expect(page.locator("#prompt")).to_have_value(ATTACK)
         expect(page.locator("#videos .video")).to_have_count(1)
+
+
+FOUR_STEP = {"denoising_step_list": [1000, 750, 500, 250], "scheduler": "euler", "lora_ink": 0.5}
+
+
+def test_presets_adapters_files_and_other_sizes_are_in_the_form(page, tmp_path):
+    presets = {"four_step": FOUR_STEP, "full": {"num_inference_steps": 30, "lora_ink": 0.0}}
+    settings = {"serve_presets": presets, "serve_other_sizes": "compile"}
+    clip = tmp_path / "clip.mp4"
+    write_video(clip, np.zeros((9, 32, 48, 3), np.uint8), fps=8)
+    with listening(tmp_path, adapters=("ink",), step_seconds=0.02, **settings) as (server, address):
+        page.goto(address)
+        four = page.locator("#presets button", has_text="Four step")
+        four.click()
+        expect(four).to_have_attribute("aria-pressed", "true")
+        page.locator("#more summary").click()
+        expect(page.locator("#field-lora_ink")).to_have_value("0.5")
+        expect(page.locator("#field-num_inference_steps")).to_have_value("4")
+        page.fill("#field-lora_ink", "0.25")
+        expect(four).to_have_attribute("aria-pressed", "false")
+        four.click()
+        page.select_option("#size", "other")
+        page.fill("#other-width", "128")
+        page.set_input_files("#file-input_video", clip)
+        page.fill("#prompt", "ink on paper")
+        page.click("button.primary")
+        expect(page.locator("#videos .video")).to_have_count(1)
+        fields = server.store.completed()[0].fields
+        assert (fields["width"], fields["lora_ink"], fields["scheduler"]) == (128, 0.5, "euler")
+        assert fields["denoising_step_list"] == [1000, 750, 500, 250]
+        assert fields["input_video"].endswith(".mp4")
+        page.click("#videos .video")
+        page.click("#next")  # with the same file, which only the server has
+        expect(page.locator("#videos .video")).to_have_count(2)
+        assert server.store.completed()[1].fields == fields | {"seed": fields["seed"] + 1}
+
+
+def test_a_job_that_waits_for_its_programs_says_so(page, tmp_path):
+    with listening(tmp_path, step_seconds=0.5) as (server, address):
+        page.goto(address)
+        for prompt in ("one", "two"):
+            page.fill("#prompt", prompt)
+            page.click("button.primary")
+        expect(page.locator(".job")).to_have_count(2)
+        identifier = page.locator(".job").nth(1).get_attribute("data-id")
+        server.queue.hold(identifier, "Programs for 128x64x9 are being compiled.")
+        expect(page.locator(".job .stage").nth(1)).to_have_text(
+            "Programs for 128x64x9 are being compiled."
+        )
 
 
 def test_a_waiting_video_is_cancelled(page, tmp_path):

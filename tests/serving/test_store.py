@@ -51,8 +51,17 @@ def test_a_batch_has_one_size_and_the_same_settings(store):
     add(store, size="96x64x9", fields={"flow_shift": 3.0})
     add(store, fields={"flow_shift": 5.0})
     fourth = add(store, fields={"flow_shift": 3.0})
-    batch = store.claim(4, group_by=("flow_shift",))
+    batch = store.claim(4, alike=lambda job: (job.size, job.fields["flow_shift"]))
     assert [job.id for job in batch] == [first.id, fourth.id]
+
+
+def test_jobs_that_are_held_stay_and_others_pass_them(store):
+    held = [add(store, size="96x64x9") for _ in range(20)]
+    free = add(store)
+    seen = store.claim(1, held=lambda job: job.size == "96x64x9")
+    assert [job.id for job in seen] == [free.id]
+    assert store.claim(1, held=lambda job: True) == []
+    assert store.claim(1)[0].id == held[0].id
 
 
 def test_limits_hold_for_all_and_for_one_key(store):

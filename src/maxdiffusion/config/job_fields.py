@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from maxdiffusion.config.fields import (
     Choice,
+    FrozenDict,
     Integer,
     ListOf,
     Nullable,
     Number,
     NumberOrNumbers,
+    Table,
     Text,
     field_group,
     setting,
@@ -25,6 +27,7 @@ POSITIVE = Integer(minimum=1)
 
 NON_NEGATIVE = Integer(minimum=0)
 RATIOS = ListOf(Number(above=0))
+NO_PRESETS: FrozenDict[object] = FrozenDict()
 
 
 @field_group
@@ -272,8 +275,16 @@ class ServingFields:
     )
     serve_other_sizes: str = setting(
         "refuse",
-        "Requests of other sizes: refuse them with the list, or compile when they come.",
+        "Requests of other sizes: refuse them with the list, or compile in the background when "
+        "they come.",
         Choice(("refuse", "compile")),
+    )
+    serve_presets: FrozenDict[object] = setting(
+        NO_PRESETS,
+        "Named sets of values that a request may ask for by `preset`, such as {four_step: "
+        "{num_inference_steps: 4, scheduler: euler}}; fields of requests, and "
+        "denoising_step_list, sigmas, boundary_step_index, guidance_end_step.",
+        Table(),
     )
     serve_keys_file: str = setting(
         "",
@@ -293,6 +304,9 @@ class ServingFields:
     serve_max_steps: int = setting(200, "Most denoise steps of a request.", POSITIVE)
     serve_max_upload_bytes: int = setting(
         20_000_000, "Most bytes in the body of a request.", Integer(minimum=1000)
+    )
+    serve_max_input_pixels: int = setting(
+        500_000_000, "Most pixels of all frames of a video that a request brings.", POSITIVE
     )
     serve_keep_hours: float = setting(
         168.0,

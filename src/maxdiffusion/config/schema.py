@@ -160,7 +160,7 @@ class ModelFields:
     lora_rank: int = setting(
         0,
         "Rank kept free in every block for adapters that change between videos (Python methods, "
-        "server); 0 = such adapters are fused. Files of lora_config are always fused.",
+        "server); 0 = such adapters are fused. serve_wan then takes strengths with requests.",
         NON_NEGATIVE,
     )
     pretrained_orbax_dir: str = setting(

@@ -45,8 +45,6 @@ from maxdiffusion.generation.settings import (
     profile_notes,
     profile_plan,
     run_plan,
-    sampler,
-    step_options,
     use_compilation_cache,
 )
 from maxdiffusion.pipelines import pipeline_named
@@ -346,22 +344,14 @@ def requests_to_compile(job: ResolvedJob, groups: Sequence[Group]) -> list[Reque
 
 def request_of(job: ResolvedJob, group: Group) -> Request:
     """Returns the request of a group; a group that is too small repeats its last video."""
-    config, line = job.config, group[0].line
-    assert line is not None
     full = [*group, *[group[-1]] * (job.shape.videos - len(group))]
-    task = shape_of(job, group[0]).task
-    inputs = [job.tasks.inputs(video.line) for video in full if video.line is not None]
-    return Request(
-        prompts=tuple(video.prompt for video in full),
-        negative_prompts=(config.negative_prompt,) * len(full),
-        video=job.tasks.video(line),
-        sampler=task.sampler(sampler(config, job.builder.spec)),
-        scales=job.workload.guidance,
-        **step_options(config, job.builder.spec),
-        seeds=tuple(video.seed for video in full),
+    lines = [video.line for video in full if video.line is not None]
+    assert len(lines) == len(full)
+    return job.tasks.request(
+        lines,
+        negative_prompts=[job.config.negative_prompt] * len(full),
+        seeds=[video.seed for video in full],
         latents=latents_of(job, full),
-        task=task,
-        inputs=tuple(one for one in inputs if one is not None),
     )
 
 

@@ -65,7 +65,11 @@ def _choice(
     scale = _entry(table.get("scale", ()), index, 1.0)
     strength = _entry(table.get(f"{prefix}_scale", ()), index, scale)
     return LoraChoice(
-        component=component, location=location, weight_name=name, strength=float(strength)
+        component=component,
+        location=location,
+        weight_name=name,
+        strength=float(strength),
+        name=_entry(table.get("adapter_name", ()), index, ""),
     )
 
 

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from maxdiffusion.attention import AttentionOptions, BlockSizes
 from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
@@ -27,7 +29,12 @@ from maxdiffusion.diffusion.guidance import GuidanceScales, RunPlan, plan_run
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.models.vae import Tiling
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
-from maxdiffusion.pipelines.request import VideoShape, check_video_shape, latent_shape
+from maxdiffusion.pipelines.request import (
+    Request,
+    VideoShape,
+    check_video_shape,
+    latent_shape,
+)
 from maxdiffusion.pipelines.settings import Decoding, MatmulPrecision, PipelineSettings, Precision
 from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSpec
 from maxdiffusion.pipelines.tasks.base import Task, TextToVideo, VisualInputs
@@ -419,6 +426,35 @@ class LineTasks:
             height=line.height or self.config.height,
             width=line.width or self.config.width,
             num_frames=self.config.segment_frame_length if self.spec.animates else frames,
+        )
+
+    def request(
+        self,
+        lines: Sequence[VideoRequestLine],
+        *,
+        negative_prompts: Sequence[str],
+        seeds: Sequence[int],
+        latents: Float[np.ndarray, "B F Y X C"] | None = None,
+        inputs: Sequence[VisualInputs] | None = None,
+    ) -> Request:
+        """Returns the request of videos of one shape, one per line.
+
+        Their images and videos are read, unless `inputs` has them.
+        """
+        first, config, spec = lines[0], self.config, self.spec
+        task = self.task(first) if self._has_inputs(first) else TEXT
+        loaded = [self.inputs(line) for line in lines] if inputs is None else inputs
+        return Request(
+            prompts=tuple(line.prompt for line in lines),
+            negative_prompts=tuple(negative_prompts),
+            video=self.video(first),
+            sampler=task.sampler(sampler(config, spec)),
+            scales=guidance_scales(config, spec),
+            **step_options(config, spec),
+            seeds=tuple(seeds),
+            latents=latents,
+            task=task,
+            inputs=tuple(one for one in loaded if one is not None),
         )
 
     def inputs(self, line: VideoRequestLine) -> VisualInputs | None:

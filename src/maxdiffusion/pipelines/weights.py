@@ -89,12 +89,13 @@ def read_adapter(file: Path, source: ComponentSource, *, strict: bool) -> "LoraF
 
 @dataclass(frozen=True, kw_only=True)
 class LoraChoice:
-    """A LoRA file that a config fuses into one transformer."""
+    """A LoRA file that a config adds to one transformer; a server knows it by its name."""
 
     component: str
     location: str
     weight_name: str = ""
     strength: float = 1.0
+    name: str = ""
 
 
 def with_lora(

@@ -41,23 +41,24 @@ from maxdiffusion.serving.errors import (
     on_unexpected,
 )
 from maxdiffusion.serving.fields import (
-    Offer,
+    CheckedRequest,
     form_values,
     read_request,
     request_fields,
     shown,
 )
-from maxdiffusion.serving.images import NAME as IMAGE
-from maxdiffusion.serving.images import given_image
 from maxdiffusion.serving.library import IDENTIFIER, MEDIA_TYPES, SUFFIXES, VIDEO
 from maxdiffusion.serving.metrics import MEDIA_TYPE
+from maxdiffusion.serving.offer import Offer
 from maxdiffusion.serving.openapi import document
 from maxdiffusion.serving.queue import JobQueue, disk_full
 from maxdiffusion.serving.security import COOKIE, Access, Guard
 from maxdiffusion.serving.store import COMPLETED, FAILED, Job, NewJob, now
+from maxdiffusion.serving.uploads import UPLOADS, given_files
 
 PAGE = Path(__file__).parent / "page"
 MOST_FIELDS = 64
+MOST_FILES = sum(upload.most for upload in UPLOADS.values())
 MOST_FIELD_BYTES = 1 << 25  # a data: URL; the whole body has its own limit
 MOST_LISTED = 100
 MOST_SHOWN = 60  # jobs in one event
@@ -73,7 +74,8 @@ def video_object(queue: JobQueue, job: Job, model: str) -> dict[str, Any]:
     """Returns a job as clients see it: the contract's fields, then ours."""
     live = queue.live(job.id)
     position, seconds = queue.position(job)
-    fields = job.fields
+    fields, reason = job.fields, queue.reason(job.id)
+    waiting = "compiling" if reason else job.status
     progress = 100 if job.status == COMPLETED else live.percent if live else job.progress
     return {
         "id": job.id,
@@ -89,7 +91,8 @@ def video_object(queue: JobQueue, job: Job, model: str) -> dict[str, Any]:
         "prompt": fields["prompt"],
         "remixed_from_video_id": job.remixed_from,
         "error": dict(job.error) if job.error else None,
-        "stage": live.stage if live else job.status,
+        "stage": live.stage if live else waiting,
+        "reason": reason,
         "step": live.step if live else None,
         "steps": job.steps,
         "preview_step": live.preview_step if live and live.preview else None,
@@ -128,45 +131,29 @@ class Api:
 
     async def create(self, request: Request) -> Response:
         """Queues a video."""
-        given = await self.keep_image(await read_body(request))
+        given = await self.keep_files(await read_body(request))
         checked = read_request(self.offer, given)
-        new = NewJob(
-            owner=request.state.owner,
-            size=str(checked.size),
-            steps=checked.fields["num_inference_steps"],
-            fields=checked.fields,
-            priority=checked.priority,
-        )
-        return await self.submit(request, new)
+        return await self.submit(request, new_job(request.state.owner, checked))
 
     async def remix(self, request: Request) -> Response:
         """Queues a video with the settings of another one and a new prompt."""
         source = self.find(request)
-        given = await self.keep_image(await read_body(request))
+        given = await self.keep_files(await read_body(request))
         if not given.get("prompt"):
             raise bad_request("prompt is required.", param="prompt", code="missing_field")
         checked = read_request(self.offer, given, base=source.fields)
-        new = NewJob(
-            owner=request.state.owner,
-            size=str(checked.size),
-            steps=checked.fields["num_inference_steps"],
-            fields=checked.fields,
-            priority=checked.priority,
-            remixed_from=source.id,
-        )
-        return await self.submit(request, new)
+        return await self.submit(request, new_job(request.state.owner, checked, source.id))
 
-    async def keep_image(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Stores the start image of a request; its digest takes the place of the image."""
-        if self.offer.images == "none":
-            # Nothing of a file is kept: the table of fields refuses its name.
-            files = {name: "(file)" for name, value in fields.items() if isinstance(value, bytes)}
-            return {**fields, **files}
-        content, others = given_image(fields)
-        if content is None:
-            return others
-        digest = await run_in_threadpool(self.queue.images.keep, content)
-        return {**others, IMAGE: digest}
+    async def keep_files(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Stores the files of a request; their digests take their place.
+
+        Nothing is kept of files that the model does not take: the table of fields refuses them.
+        """
+        files, others = given_files(fields, self.offer.inputs)
+        if not files:
+            return {name: printable(value) for name, value in others.items()}
+        kept = await run_in_threadpool(self.queue.files.keep_all, files)
+        return {name: printable(value) for name, value in others.items()} | kept
 
     async def submit(self, request: Request, new: NewJob) -> Response:
         """Commits a job and answers with it."""
@@ -331,6 +318,7 @@ class Api:
                 "other_sizes": self.offer.compiles_other_sizes,
                 "defaults": dict(self.offer.defaults),
                 "fields": fields,
+                "presets": {name: dict(one) for name, one in self.offer.presets.items()},
                 "plan": dict(self.offer.plan),
                 "ready": self.queue.ready,
                 "keys": bool(self.access.keys),
@@ -416,6 +404,25 @@ class Api:
         }
 
 
+def printable(value: object) -> object:
+    """Returns a value that may be shown in a message: a file is not."""
+    if isinstance(value, list):
+        return [printable(one) for one in value]
+    return "(file)" if isinstance(value, bytes) else value
+
+
+def new_job(owner: str, checked: CheckedRequest, remixed_from: str | None = None) -> NewJob:
+    """Returns the job of a checked request."""
+    return NewJob(
+        owner=owner,
+        size=str(checked.size),
+        steps=checked.steps,
+        fields=checked.fields,
+        priority=checked.priority,
+        remixed_from=remixed_from,
+    )
+
+
 def idempotency_of(request: Request, new: NewJob) -> tuple[str, str] | None:
     """Returns the idempotency key of a request and the digest of what it asks for."""
     name = request.headers.get("idempotency-key")
@@ -450,13 +457,18 @@ async def read_body(request: Request) -> Mapping[str, Any]:
 
 async def read_form(request: Request) -> Mapping[str, Any]:
     """Returns the fields of a form; a file is its bytes."""
-    longest = MOST_FIELD_BYTES
-    async with request.form(max_files=1, max_fields=MOST_FIELDS, max_part_size=longest) as form:
+    async with request.form(
+        max_files=MOST_FILES, max_fields=MOST_FIELDS, max_part_size=MOST_FIELD_BYTES
+    ) as form:
         values = form_values(form.multi_items())
-        return {
-            name: await value.read() if isinstance(value, UploadFile) else value
-            for name, value in values.items()
-        }
+        return {name: await file_content(value) for name, value in values.items()}
+
+
+async def file_content(value: Any) -> Any:
+    """Returns the bytes of a file, those of every file of a list, or the text of a field."""
+    if isinstance(value, list):
+        return [await file_content(one) for one in value]
+    return await value.read() if isinstance(value, UploadFile) else value
 
 
 def read_json(body: bytes) -> Mapping[str, Any]:

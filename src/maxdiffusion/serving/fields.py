@@ -10,12 +10,10 @@ Values arrive as JSON or as text of a form; both are read by the kinds of the co
 """
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from maxdiffusion.config import Config
 from maxdiffusion.config.config import FIELDS
 from maxdiffusion.config.fields import (
     Boolean,
@@ -28,7 +26,10 @@ from maxdiffusion.config.fields import (
     Text,
     nearest_word,
 )
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.serving.errors import bad_request
+from maxdiffusion.serving.offer import ADAPTER, SIZE, STEP_FIELDS, Offer, Size
+from maxdiffusion.serving.uploads import UPLOADS, Upload
 
 LONGEST_PROMPT = 10_000  # characters
 MOST_FPS = 120
@@ -36,75 +37,8 @@ LONGEST_SIDE = 8192  # pixels
 MOST_FRAMES = 2001
 LARGEST_SCALE = 100.0
 PRIORITIES = Integer(minimum=-10, maximum=10)
-SIZE = re.compile(r"([0-9]{1,5})x([0-9]{1,5})(?:x([0-9]{1,5}))?")
-OF_MODEL = {
-    "wan2.2": ("guidance_scale_high", "guidance_scale_low", "boundary_ratio"),
-    "wan2.1": ("guidance_scale",),
-}
-CONFIG_FIELDS = (
-    *("prompt", "negative_prompt", "seed", "width", "height", "num_frames", "fps"),
-    *("num_inference_steps", "scheduler", "flow_shift"),
-)
+STRENGTHS = Number(minimum=-4, maximum=4)
 SHAPE_FIELDS = ("width", "height", "num_frames")
-
-
-@dataclass(frozen=True, kw_only=True, order=True)
-class Size:
-    """Width, height and frames of a video."""
-
-    width: int
-    height: int
-    frames: int
-
-    def __str__(self) -> str:
-        return f"{self.width}x{self.height}x{self.frames}"
-
-    @classmethod
-    def parse(cls, text: str, frames: int | None = None) -> "Size | None":
-        """Returns the size that a text spells; `frames` completes WIDTHxHEIGHT."""
-        found = SIZE.fullmatch(text)
-        if found is None or (found[3] is None and frames is None):
-            return None
-        return cls(width=int(found[1]), height=int(found[2]), frames=int(found[3] or frames or 0))
-
-    @property
-    def pixels(self) -> int:
-        """Pixels of all frames."""
-        return self.width * self.height * self.frames
-
-
-@dataclass(frozen=True, kw_only=True)
-class Offer:
-    """Requests that the loaded model can fulfil."""
-
-    model: str
-    model_name: str
-    sizes: tuple[Size, ...]
-    compiles_other_sizes: bool
-    size_multiple: int
-    frame_step: int
-    most_pixels: int
-    schedulers: tuple[str, ...]
-    max_steps: int
-    defaults: Mapping[str, Any]
-    images: str = "none"  # or optional, required
-    plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, config: Config, **facts: Any) -> "Offer":
-        """Returns the offer of a config; `facts` come from the model."""
-        names = (*CONFIG_FIELDS, *OF_MODEL[config.model_name])
-        defaults = {name: config.values[name] for name in names}
-        if isinstance(config.prompt, tuple):
-            defaults["prompt"] = config.prompt[0]
-        return cls(
-            model=config.pretrained_model_name_or_path,
-            model_name=config.model_name,
-            compiles_other_sizes=config.serve_other_sizes == "compile",
-            max_steps=config.serve_max_steps,
-            defaults=defaults,
-            **facts,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,14 +58,22 @@ class ShortText(Kind[str]):
         return text
 
 
-class StartImage(Kind[str]):
-    """An image; requests carry it as a file or a data: URL, jobs its digest."""
+@dataclass(frozen=True, kw_only=True)
+class UploadedFile(Kind[Any]):
+    """An image or a video; requests carry it as a file or a data: URL, jobs its digest."""
+
+    upload: Upload
 
     def describe(self) -> str:
-        return "a PNG, JPEG or WebP file, or a data: URL"
+        kinds = f"{self.upload.formats} file, or a data: URL"
+        return f"up to {self.upload.most}, each a {kinds}" if self.upload.most > 1 else f"a {kinds}"
 
-    def convert(self, value: object) -> str:
-        return Text().convert(value)
+    def convert(self, value: object) -> Any:
+        if self.upload.most == 1:
+            return Text().convert(value)
+        if not isinstance(value, list) or not 1 <= len(value) <= self.upload.most:
+            raise self.refuse()
+        return [Text().convert(one) for one in value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,8 +114,10 @@ def kind_schema(kind: Kind[Any]) -> dict[str, Any]:
         return inner | {"type": [inner["type"], "null"]}
     if isinstance(kind, Boolean):
         return {"type": "boolean"}
-    if isinstance(kind, StartImage):
-        return {"type": "string", "contentMediaType": "image/*"}
+    if isinstance(kind, UploadedFile):
+        one = {"type": "string", "contentMediaType": f"{kind.upload.medium}/*"}
+        most = kind.upload.most
+        return one if most == 1 else {"type": "array", "items": one, "maxItems": most}
     if isinstance(kind, Choice):
         return {"type": "string", "enum": list(kind.words)}
     if isinstance(kind, ShortText):
@@ -202,6 +146,8 @@ def narrowed(name: str, offer: Offer) -> Kind[Any]:
         return ShortText(longest=LONGEST_PROMPT, shortest=0)
     if name == "scheduler":
         return Choice(offer.schedulers)
+    if name == "conditioning_scale":
+        return Number(minimum=0, maximum=LARGEST_SCALE)
     if isinstance(kind, Nullable):
         kind = kind.kind
     largest = {
@@ -222,7 +168,6 @@ def narrowed(name: str, offer: Offer) -> Kind[Any]:
 def request_fields(offer: Offer) -> dict[str, RequestField]:
     """Returns the table of all fields that a request may have."""
     listed = ", ".join(map(str, offer.sizes))
-    names = (*CONFIG_FIELDS, *OF_MODEL[offer.model_name])
     table = {
         name: RequestField(
             name=name,
@@ -231,7 +176,7 @@ def request_fields(offer: Offer) -> dict[str, RequestField]:
             default=None if name == "prompt" else offer.defaults[name],
             required=name == "prompt",
         )
-        for name in names
+        for name in offer.config_fields
     }
     own = (
         RequestField(name="model", kind=Choice((offer.model,)), meaning="Name of the model."),
@@ -252,14 +197,77 @@ def request_fields(offer: Offer) -> dict[str, RequestField]:
             default=0,
         ),
     )
-    image = RequestField(
-        name="input_reference",
-        kind=StartImage(),
-        meaning="The first image of the video.",
-        required=offer.images == "required",
+    optional = (*preset_fields(offer), *adapter_fields(offer), *input_fields(offer))
+    return table | {field.name: field for field in (*own, *optional)}
+
+
+def preset_fields(offer: Offer) -> tuple[RequestField, ...]:
+    """Returns the field that names a preset, if there are any."""
+    if not offer.presets:
+        return ()
+    meaning = "Named set of values; fields that a request states have precedence."
+    kind = Choice(tuple(offer.presets))
+    return (RequestField(name="preset", kind=kind, meaning=meaning),)
+
+
+def adapter_fields(offer: Offer) -> tuple[RequestField, ...]:
+    """Returns a field for every adapter that the server has loaded."""
+    return tuple(
+        RequestField(
+            name=f"{ADAPTER}{name}",
+            kind=STRENGTHS,
+            meaning=f"Factor on the strength that the server's config gives the adapter {name}; "
+            "0 = without it.",
+            default=1.0,
+        )
+        for name in offer.adapters
     )
-    images = {image.name: image} if offer.images != "none" else {}
-    return table | {field.name: field for field in own} | images
+
+
+def input_fields(offer: Offer) -> tuple[RequestField, ...]:
+    """Returns a field for every image or video that the model takes."""
+    return tuple(
+        RequestField(
+            name=name,
+            kind=UploadedFile(upload=UPLOADS[name]),
+            meaning=UPLOADS[name].meaning,
+            required=required,
+        )
+        for name, required in offer.inputs.items()
+    )
+
+
+def check_presets(offer: Offer) -> None:
+    """Raises everything that is wrong with the presets of a server."""
+    table, problems = request_fields(offer), Collector()
+    allowed = {*offer.defaults, *STEP_FIELDS} - {"prompt", *SHAPE_FIELDS}
+    for preset, values in offer.presets.items():
+        for name, value in values.items():
+            place = f"serve_presets.{preset}.{name}"
+            if name not in allowed:
+                rule, remedy = "a preset cannot set it", f"Use: {', '.join(sorted(allowed))}"
+                problems.problems.append(Problem(name=place, value=value, rule=rule, remedy=remedy))
+                continue
+            try:
+                (table[name].kind if name in table else FIELDS[name].kind).read(value)
+            except InvalidValue as error:
+                problems.problems.append(
+                    Problem(name=place, value=value, rule=error.rule, remedy=error.remedy)
+                )
+        with problems:
+            if not problems.problems:
+                check_steps_of(preset, values)
+    problems.raise_if_any()
+
+
+def check_steps_of(preset: str, values: Mapping[str, Any]) -> None:
+    """Raises if a preset has both a number of steps and a list of another length."""
+    levels = values.get("sigmas") or values.get("denoising_step_list")
+    steps = values.get("num_inference_steps")
+    if levels and steps is not None and steps != len(levels):
+        rule = f"the list of this preset has {len(levels)} steps"
+        place = f"serve_presets.{preset}.num_inference_steps"
+        raise ProblemsFound([Problem(name=place, value=steps, rule=rule, remedy="Leave it out")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -269,6 +277,7 @@ class CheckedRequest:
     fields: Mapping[str, Any]
     size: Size
     priority: int
+    steps: int
 
 
 def read_request(
@@ -283,17 +292,55 @@ def read_request(
     values = {name: table[name].read(value) for name, value in given.items() if value is not None}
     if not str(values.get("prompt", "")).strip() and base is None:
         raise bad_request("prompt is required.", param="prompt", code="missing_field")
-    if offer.images == "required" and "input_reference" not in {**(base or {}), **values}:
-        message = f"input_reference: {offer.model} begins with an image."
-        raise bad_request(message, param="input_reference", code="missing_field")
+    known = {**offer.defaults, **(base or {})}
+    chosen = offer.presets[values.pop("preset")] if "preset" in values else {}
+    check_inputs(offer, {**known, **values})
     priority = values.pop("priority", 0)
     values.pop("model", None)
-    size = choose_size(offer, values, {**offer.defaults, **(base or {})})
+    kept = {name: known[name] for name in SHAPE_FIELDS} if base is not None else {}
+    states_shape = not {*SHAPE_FIELDS, "size", "seconds"}.isdisjoint(values)
+    size = choose_size(offer, values if states_shape else {**values, **kept}, {**known, **chosen})
     for name in ("size", "seconds"):
         values.pop(name, None)
     shape = {"width": size.width, "height": size.height, "num_frames": size.frames}
-    fields = {**offer.defaults, **(base or {}), **values, **shape}
-    return CheckedRequest(fields=fields, size=size, priority=priority)
+    fields = {**known, **chosen, **values, **shape}
+    steps = count_steps(offer, fields, stated=values.get("num_inference_steps"))
+    fields["num_inference_steps"] = steps
+    if "input_video" in fields and "strength" in fields:
+        steps = steps_of_strength(steps, fields["strength"])
+    return CheckedRequest(fields=fields, size=size, priority=priority, steps=steps)
+
+
+def check_inputs(offer: Offer, fields: Mapping[str, Any]) -> None:
+    """Raises ApiError for an input that is missing."""
+    missing = [name for name, needed in offer.inputs.items() if needed and name not in fields]
+    if missing:
+        message = f"{missing[0]}: {offer.model} needs {UPLOADS[missing[0]].meaning.lower()}"
+        raise bad_request(message, param=missing[0], code="missing_field")
+    if "input_mask" in fields and "input_video" not in fields:
+        message = "input_mask: a mask needs input_video."
+        raise bad_request(message, param="input_mask", code="missing_field")
+
+
+def count_steps(offer: Offer, fields: Mapping[str, Any], stated: int | None) -> int:
+    """Returns the denoise steps of a request; a list of noise levels has a fixed number."""
+    of_config = offer.levels if {"sigmas", "denoising_step_list"}.isdisjoint(fields) else ()
+    levels = fields.get("sigmas") or fields.get("denoising_step_list") or of_config
+    if not levels:
+        return fields["num_inference_steps"]
+    if stated not in (None, len(levels)):
+        message = f"num_inference_steps={stated}: the noise levels in use are for {len(levels)}."
+        raise bad_request(message, param="num_inference_steps", code="invalid_value")
+    return len(levels)
+
+
+def steps_of_strength(steps: int, strength: float) -> int:
+    """Returns the steps that video to video runs; raises ApiError if there are none."""
+    running = int(steps * strength)
+    if running < 1:
+        message = f"strength={strength:g}: leaves none of the {steps} steps. Raise it."
+        raise bad_request(message, param="strength", code="invalid_value")
+    return min(running, steps)
 
 
 def refuse_unknown(
@@ -303,10 +350,11 @@ def refuse_unknown(
     for name, value in given.items():
         if name in table:
             continue
-        if name.partition("[")[0] == "input_reference":
-            message = f"input_reference: {offer.model} makes videos from text only. Leave it out."
-            raise bad_request(message, param="input_reference", code="not_offered")
-        if name in FIELDS and name not in OF_MODEL.get(offer.model_name, ()):
+        plain = name.partition("[")[0]
+        if plain in UPLOADS:
+            message = f"{plain}: {offer.model} does not take it. Leave it out."
+            raise bad_request(message, param=plain, code="not_offered")
+        if name in FIELDS:
             message = f"{name}={shown(value)}: is set by the server, not by a request."
             raise bad_request(message, param=name, code="not_offered")
         remedy = nearest_word(name, tuple(table)) or f"Known fields: {', '.join(table)}"
@@ -390,12 +438,19 @@ def markdown_table(table: Mapping[str, RequestField]) -> str:
 
 
 def form_values(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the fields of a form; raises ApiError for a name that comes twice."""
+    """Returns the fields of a form; raises ApiError for a name that comes twice.
+
+    Several files of one field come under its name or, as the `openai` package writes lists, NAME[].
+    """
     values: dict[str, Any] = {}
-    for name, value in items:
-        if name in values:
+    for written, value in items:
+        name = written.removesuffix("[]")
+        if name in UPLOADS and UPLOADS[name].most > 1:
+            values.setdefault(name, []).append(value)
+        elif written in values:
             raise bad_request(
-                f"{shown(name)} is given twice.", param=name[:100], code="repeated_field"
+                f"{shown(written)} is given twice.", param=written[:100], code="repeated_field"
             )
-        values[name] = value
+        else:
+            values[written] = value
     return values

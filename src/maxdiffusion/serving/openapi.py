@@ -3,7 +3,8 @@
 from typing import Any
 
 from maxdiffusion import __version__
-from maxdiffusion.serving.fields import Offer, request_fields
+from maxdiffusion.serving.fields import request_fields
+from maxdiffusion.serving.offer import Offer
 
 NULLABLE_TIME = {"type": ["integer", "null"], "description": "Seconds since 1970."}
 ERROR = {
@@ -48,6 +49,7 @@ VIDEO: dict[str, Any] = {
             "properties": {"code": {"type": "string"}, "message": {"type": "string"}},
         },
         "stage": {"type": "string"},
+        "reason": {"type": ["string", "null"], "description": "Why a queued job does not run."},
         "step": {"type": ["integer", "null"]},
         "steps": {"type": "integer"},
         "queue_position": {"type": ["integer", "null"]},

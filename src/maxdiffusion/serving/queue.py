@@ -10,7 +10,7 @@ Live progress is in memory: a restart loses it, and the job begins again or cont
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -19,8 +19,6 @@ from typing import Any
 from maxdiffusion.config import Config
 from maxdiffusion.runtime.files import as_path
 from maxdiffusion.serving.errors import ApiError
-from maxdiffusion.serving.images import NAME as IMAGE
-from maxdiffusion.serving.images import InputImages
 from maxdiffusion.serving.library import Library
 from maxdiffusion.serving.metrics import Metrics
 from maxdiffusion.serving.store import (
@@ -36,6 +34,7 @@ from maxdiffusion.serving.store import (
     QueueFull,
     now,
 )
+from maxdiffusion.serving.uploads import ORPHAN_SECONDS, UPLOADS, InputFiles, names_of
 
 logger = logging.getLogger(__name__)
 INPUTS = "inputs"
@@ -43,11 +42,9 @@ KEYS_KEPT_SECONDS = 24 * 3600
 WATCHED_SECONDS = 15.0
 RENEW_SECONDS = 1.0
 RETRY_SECONDS = 30
-BATCHED_BY = (
-    *("num_inference_steps", "scheduler", "flow_shift", "guidance_scale"),
-    *("guidance_scale_high", "guidance_scale_low", "boundary_ratio", "fps"),
-)
-"""Fields that the jobs of one batch must share; prompts and seeds may differ."""
+SWEEP_SECONDS = 60.0
+NOT_SHARED = ("prompt", "negative_prompt", "seed")
+"""Fields in which the jobs of one batch may differ, apart from the content of files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,9 +116,9 @@ class StepTimes:
 class JobQueue:
     """Jobs, their files and their live progress."""
 
-    def __init__(self, store: JobStore, library: Library, policy: Policy, images: InputImages):
+    def __init__(self, store: JobStore, library: Library, policy: Policy, files: InputFiles):
         self.store, self.library, self.policy = store, library, policy
-        self.images = images
+        self.files = files
         self.metrics = Metrics(store.counts)
         self.times = StepTimes()
         self.ready = False
@@ -133,12 +130,15 @@ class JobQueue:
         self._last_sign = time.monotonic()
         self._last_renewal = 0.0
         self._last_watched = 0.0
+        self._last_sweep = time.monotonic()
+        self._reasons: dict[str, str] = {}
+        self._arrived: SimpleQueue[Job] = SimpleQueue()
 
     @classmethod
-    def open(cls, config: Config, store: JobStore) -> "JobQueue":
+    def open(cls, config: Config, store: JobStore, files: InputFiles | None = None) -> "JobQueue":
         """Returns the queue of a config, with everything that an earlier server left."""
-        images = InputImages(state_folder(config) / INPUTS)
-        queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config), images)
+        files = files or input_files(config, shared=store.shared)
+        queue = cls(store, Library(as_path(config.output_dir)), Policy.of(config), files)
         queue.recover()
         return queue
 
@@ -177,8 +177,7 @@ class JobQueue:
         known = {job.id for job in completed}
         unfinished = {job.id for job in self.store.unfinished()}
         self.library.sweep(known | unfinished, unfinished)
-        kept = [*completed, *self.store.unfinished()]
-        self.images.sweep({job.fields[IMAGE] for job in kept if IMAGE in job.fields})
+        self.files.sweep(names_of(self.store.all_fields()))
 
     def _remember_times(self, job: Job) -> None:
         timings = job.timings or {}
@@ -193,6 +192,22 @@ class JobQueue:
         if self.policy.keep_bytes:
             self._make_room()
         self.store.forget_keys(now() - KEYS_KEPT_SECONDS)
+        if time.monotonic() - self._last_sweep > SWEEP_SECONDS:
+            self._last_sweep = time.monotonic()
+            self.sweep_inputs(older_than=ORPHAN_SECONDS)
+
+    def sweep_inputs(self, *, older_than: float) -> None:
+        """Removes files that no job needs: of requests that were refused, and of deleted jobs."""
+        removed = self.files.sweep(names_of(self.store.all_fields()), older_than=older_than)
+        if removed:
+            logger.info("removed %d inputs that no job needs", removed)
+
+    def _remove_inputs(self, job: Job) -> None:
+        """Removes the files that only a deleted job needed."""
+        own = names_of([job.fields])
+        if own:
+            for name in own - names_of(self.store.all_fields()):
+                self.files.remove(name)
 
     def _make_room(self) -> None:
         completed = self.store.completed()
@@ -209,8 +224,10 @@ class JobQueue:
         if job is None:
             return False
         self._stop_running(identifier)
+        self._reasons.pop(identifier, None)
         if job.status != IN_PROGRESS:
             self.library.remove(identifier)
+            self._remove_inputs(job)
         self.notify()
         return True
 
@@ -231,6 +248,7 @@ class JobQueue:
         except OtherRequest:
             message = "This Idempotency-Key was used for another request."
             raise ApiError(422, message, code="idempotency_key_reused") from None
+        self._arrived.put(job)
         self._wake.put(None)
         self.notify()
         return job, is_new
@@ -239,6 +257,7 @@ class JobQueue:
         """Cancels a job: at once if it waits, at its next step if it runs."""
         job = self.store.cancel(identifier, owner)
         self._stop_running(identifier)
+        self._reasons.pop(identifier, None)
         if job is not None and not job.is_active and job.error:
             self.library.remove(identifier)
         self.notify()
@@ -297,25 +316,56 @@ class JobQueue:
 
     # The device loop
 
-    def take(self, limit: int, *, wait_seconds: float) -> list[Job]:
-        """Returns the next jobs that can be made together; waits a little if there are none."""
+    def take(
+        self,
+        limit: int,
+        *,
+        wait_seconds: float,
+        held: Callable[[Job], bool] = lambda job: False,
+    ) -> list[Job]:
+        """Returns the next jobs that can be made together; waits a little if there are none.
+
+        Jobs that are `held` stay in the queue, and others pass them.
+        """
         self.sign()
         if self.stopping.is_set():
             return []
-        jobs = self.store.claim(limit, group_by=BATCHED_BY)
+        jobs = self.store.claim(limit, alike=alike, held=held)
         if not jobs:
             try:
                 self._wake.get(timeout=wait_seconds)
             except Empty:
                 return []
-            jobs = self.store.claim(limit, group_by=BATCHED_BY)
+            jobs = self.store.claim(limit, alike=alike, held=held)
         for job in jobs:
+            self._reasons.pop(job.id, None)
             self._running[job.id] = Running(size=job.size, steps=job.steps)
             self.metrics.waited.observe(max(0, now() - job.created_at))
         if jobs:
             self._cancelled |= self.store.to_cancel([job.id for job in jobs])
             self.notify()
         return jobs
+
+    def hold(self, identifier: str, reason: str) -> None:
+        """Notes why a job waits although its turn has come."""
+        if self._reasons.get(identifier) != reason:
+            self._reasons[identifier] = reason
+            self.notify()
+
+    def reason(self, identifier: str) -> str | None:
+        """Returns why a job waits, if it is not only for the jobs before it."""
+        return self._reasons.get(identifier)
+
+    def arrivals(self) -> list[Job]:
+        """Returns the jobs that came since the last call."""
+        found = []
+        while not self._arrived.empty():
+            found.append(self._arrived.get())
+        return found
+
+    def wake(self) -> None:
+        """Lets the device loop look for jobs again."""
+        self._wake.put(None)
 
     def stop(self) -> None:
         """Asks the device loop to end at its next step; may be called by a signal handler."""
@@ -394,6 +444,7 @@ class JobQueue:
             self.metrics.ran.observe(time.monotonic() - running.began)
         if not kept and self.store.get(job.id) is None:  # deleted while it ran
             self.library.remove(job.id)
+            self._remove_inputs(job)
             outcome = "deleted"
         self.metrics.finished.labels(outcome=outcome).inc()
         logger.info("%s: %s", job.id, outcome)
@@ -416,3 +467,25 @@ def disk_full() -> ApiError:
 def state_folder(config: Config) -> Path:
     """Returns the folder of the queue."""
     return Path(config.serve_dir).expanduser().absolute()
+
+
+def input_files(config: Config, *, shared: bool) -> InputFiles:
+    """Returns the folder of what requests bring: next to the videos where others need it too."""
+    of_all = shared or bool(config.serve_database_url)
+    folder = as_path(config.output_dir) if of_all else state_folder(config)
+    return InputFiles(folder / INPUTS, most_video_pixels=config.serve_max_input_pixels)
+
+
+def alike(job: Job) -> Hashable:
+    """Returns what jobs of one batch share: all but prompts, seeds and the content of files."""
+    return tuple(
+        (name, _shared(name, value))
+        for name, value in sorted(job.fields.items())
+        if name not in NOT_SHARED
+    )
+
+
+def _shared(name: str, value: Any) -> Hashable:
+    if name in UPLOADS:
+        return len(value) if isinstance(value, list) else 1
+    return tuple(value) if isinstance(value, list) else value

@@ -26,10 +26,11 @@ from typing import Any
 import uvicorn
 
 from maxdiffusion.config import Config
+from maxdiffusion.config.job_fields import stated_inputs
 from maxdiffusion.config.load import ParsedConfig
-from maxdiffusion.errors import Problem, ProblemsFound, RunFailed
+from maxdiffusion.errors import Collector, Problem, ProblemsFound, RunFailed
 from maxdiffusion.serving.app import Api, make_app
-from maxdiffusion.serving.fields import Offer
+from maxdiffusion.serving.offer import Offer
 from maxdiffusion.serving.queue import JobQueue, state_folder
 from maxdiffusion.serving.security import Access
 from maxdiffusion.serving.store import JobStore, new_id, open_database
@@ -146,22 +147,25 @@ def only_server(state: Path) -> Iterator[None]:
         yield
 
 
-def check_no_latents(config: Config) -> None:
-    """Raises if the config states initial latents: requests of clients start from their seeds."""
-    if config.latents_path:
-        rule = "serve_wan starts every video from the seed of its request"
-        problem = Problem(
-            name="latents_path", value=config.latents_path, rule=rule, remedy="Leave it empty"
-        )
-        raise ProblemsFound([problem])
+def check_no_inputs(config: Config) -> None:
+    """Raises if the config states latents, images or videos: requests bring theirs."""
+    stated = {"latents_path": config.latents_path, **stated_inputs(config)}
+    rule = "serve_wan makes videos from what requests bring"
+    Collector(
+        [
+            Problem(name=name, value=value, rule=rule, remedy="Leave it empty")
+            for name, value in stated.items()
+            if value
+        ]
+    ).raise_if_any()
 
 
 def serve(parsed: ParsedConfig) -> None:
     """Runs the server of a config until SIGTERM or SIGINT; every process of a job calls it."""
-    from maxdiffusion.serving.worker import Worker  # jax
+    from maxdiffusion.serving.device.worker import Worker  # jax
 
     sys.setswitchinterval(SWITCH_SECONDS)
-    check_no_latents(parsed.config)
+    check_no_inputs(parsed.config)
     worker = Worker.resolve(parsed)
     if not worker.is_first:
         stop_on_signals(worker.stop, parsed.config)
@@ -176,7 +180,7 @@ def serve(parsed: ParsedConfig) -> None:
             replica=new_id(),
             lease_seconds=config.serve_lease_seconds,
         )
-        queue = JobQueue.open(config, store)
+        queue = JobQueue.open(config, store, worker.files)
         front = FrontDoor(config, queue, worker.offer(), access)
         stop_on_signals(queue.stop, config)
         front.start()
@@ -185,6 +189,7 @@ def serve(parsed: ParsedConfig) -> None:
         finally:
             front.stop()
             store.close()
+    worker.leave()
 
 
 def run_first(worker: Any, queue: JobQueue, front: FrontDoor, state: Path) -> None:

@@ -12,7 +12,7 @@ nothing works on it any more.
 import json
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ FINISHED = (COMPLETED, FAILED)
 CANCELLED = "cancelled"
 FILE_NAME = "jobs.sqlite"
 BUSY_SECONDS = 10
+MOST_PAGES = 1000  # of jobs that wait for their programs, before others
 TABLES_LOCK = 0x6D617864  # any number that nothing else in the database locks
 
 METADATA = MetaData()
@@ -350,22 +351,33 @@ class JobStore:
 
     # The device loop
 
-    def claim(self, limit: int, *, group_by: Sequence[str] = ()) -> list[Job]:
-        """Returns the next jobs and marks them as running.
+    def claim(
+        self,
+        limit: int,
+        *,
+        alike: Callable[[Job], Hashable] = lambda job: job.size,
+        held: Callable[[Job], bool] = lambda job: False,
+    ) -> list[Job]:
+        """Returns the next jobs that are not held, and marks them as running.
 
-        All have the size of the first and the same values of the fields `group_by`.
+        All have the priority of the first and its value of `alike`.
         """
         with self._writing() as connection:
             query = (
                 sa.select(JOBS)
                 .where(JOBS.c.status == QUEUED)
                 .order_by(JOBS.c.priority.desc(), JOBS.c.number)
-                .limit(max(limit * 8, 1))
             )
             if self.shared:
                 query = query.with_for_update(skip_locked=True)
-            waiting = [as_job(row) for row in connection.execute(query)]
-            chosen = _alike(waiting, limit, group_by)
+            chosen: list[Job] = []
+            count = max(limit * 8, 1)
+            for page in range(MOST_PAGES):
+                rows = connection.execute(query.limit(count).offset(page * count)).all()
+                free = [job for row in rows if not held(job := as_job(row))]
+                chosen = _alike(free, limit, alike)
+                if chosen or len(rows) < count:
+                    break
             if chosen:
                 connection.execute(
                     sa.update(JOBS)
@@ -487,6 +499,11 @@ class JobStore:
         with self._engine.connect() as connection:
             return [as_job(row) for row in connection.execute(query)]
 
+    def all_fields(self) -> list[Mapping[str, Any]]:
+        """Returns the fields of all jobs that have a row."""
+        with self._engine.connect() as connection:
+            return [json.loads(row.fields) for row in connection.execute(sa.select(JOBS.c.fields))]
+
     def lose(self, identifiers: Sequence[str]) -> None:
         """Marks completed jobs whose files are gone as failed."""
         with self._writing() as connection:
@@ -521,13 +538,11 @@ def _failure(code: str, message: str) -> dict[str, Any]:
     return {"status": FAILED, "error": error, "completed_at": now(), "cancel_requested": 0}
 
 
-def _alike(waiting: Sequence[Job], limit: int, group_by: Sequence[str]) -> list[Job]:
+def _alike(waiting: Sequence[Job], limit: int, alike: Callable[[Job], Hashable]) -> list[Job]:
     """Returns the first job and those after it that can be made in the same batch."""
 
-    def key(job: Job) -> tuple[Any, ...]:
-        has_image = "input_reference" in job.fields
-        values = (job.fields.get(name) for name in group_by)
-        return (job.size, job.priority, has_image, *values)
+    def key(job: Job) -> Hashable:
+        return job.priority, alike(job)
 
     return [job for job in waiting if key(job) == key(waiting[0])][:limit]
 

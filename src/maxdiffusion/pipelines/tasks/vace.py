@@ -8,7 +8,7 @@ Each reference image is one more latent frame in front; those frames are denoise
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -36,10 +36,11 @@ from maxdiffusion.runtime.images import load_image, load_video
 class ControlToVideo(Task):
     """Control video, mask and `references` reference images; a scale for each control layer.
 
-    `video_frames` are the latent frames of a control video that is shorter than the result.
+    `video_frames` are the latent frames of a control video that is shorter than the result. The
+    scales are an input of the programs, so they are not part of the comparison.
     """
 
-    scales: tuple[float, ...]
+    scales: tuple[float, ...] = field(compare=False)
     control_channels: int
     references: int = 0
     video_frames: int | None = None

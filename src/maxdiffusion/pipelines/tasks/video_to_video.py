@@ -7,7 +7,7 @@ text-to-video.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
 import numpy as np
@@ -39,9 +39,12 @@ DEFAULT_STRENGTH = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class VideoToVideo(Task):
-    """Noise is mixed into a given video; `strength` is the share of the steps that run."""
+    """Noise is mixed into a given video; `strength` is the share of the steps that run.
 
-    strength: float = DEFAULT_STRENGTH
+    Programs do not depend on the strength, so it is not part of the comparison.
+    """
+
+    strength: float = field(default=DEFAULT_STRENGTH, compare=False)
     fit: ImageFit = "stretch"
 
     pipeline: ClassVar[str] = "WanVideoToVideoPipeline"

@@ -13,7 +13,15 @@ const make = (tag, attributes = {}, ...children) => {
   node.append(...children);
   return node;
 };
-const IN_FORM = ["input_reference", "prompt", "seed", "width", "height", "num_frames", "size", "seconds", "model"];
+const IN_FORM = ["prompt", "seed", "width", "height", "num_frames", "size", "seconds", "model", "preset"];
+const INPUTS = { // label in the form, key of the command line
+  input_reference: ["Start image", "image_url"],
+  input_last_image: ["Last image", "last_image_path"],
+  input_video: ["Video", "video_path"],
+  input_mask: ["Mask of the video", "mask_path"],
+  reference_images: ["Reference images", "reference_images"],
+};
+const OTHER = "other";
 const STORED = "maxdiffusion-form";
 const EXAMPLES = {
   embedded: [
@@ -29,6 +37,7 @@ let active = new Set();
 let opened = null;
 let picked = null;
 let stream = null;
+let preset = null; // name of the chosen one
 
 // Requests
 
@@ -95,22 +104,37 @@ function buildForm() {
     const seconds = (frames / defaults.fps).toFixed(1);
     return make("option", { value: size, text: `${width} × ${height}, ${seconds} s` });
   }));
-  $("image-row").hidden = !("input_reference" in fields);
-  const more = Object.keys(fields).filter((name) => !IN_FORM.includes(name));
+  if (server.other_sizes) $("size").append(make("option", { value: OTHER, text: "Other size…" }));
+  $("inputs").replaceChildren(...Object.keys(fields).filter((name) => name in INPUTS).map((name) => {
+    const kind = (fields[name].items ?? fields[name]).contentMediaType;
+    const control = make("input", { id: `file-${name}`, type: "file", "data-input": name, multiple: "items" in fields[name],
+      accept: kind === "video/*" ? "video/mp4,video/webm,image/gif" : "image/png,image/jpeg,image/webp" });
+    return make("label", { title: fields[name].description }, make("span", { text: INPUTS[name][0] }), control);
+  }));
+  const more = Object.keys(fields).filter((name) => !IN_FORM.includes(name) && !(name in INPUTS));
   $("fields").replaceChildren(...more.map((name) => field(name, fields[name])));
-  $("presets").replaceChildren(...presets().map(([name, steps]) =>
-    make("button", { type: "button", text: name, "data-steps": steps, "aria-pressed": "false",
-      title: `${steps} steps`, onclick: () => { input("num_inference_steps").value = steps; changed(); } })));
+  $("presets").replaceChildren(...Object.entries(server.presets).map(([name, values]) =>
+    make("button", { type: "button", text: name[0].toUpperCase() + name.slice(1).replaceAll("_", " "), "data-preset": name, "aria-pressed": "false",
+      title: Object.entries(values).map(([field, value]) => `${field.replaceAll("_", " ")} ${value}`).join(", "), onclick: () => choose(name) })));
   const examples = EXAMPLES[server.model] ?? [defaults.prompt];
   $("examples").replaceChildren(...examples.map((text) =>
     make("button", { type: "button", text: text.length > 44 ? text.slice(0, 42) + "…" : text, title: text,
       onclick: () => { $("prompt").value = text; changed(); } })));
 }
 
-function presets() {
-  const usual = server.defaults.num_inference_steps;
-  const most = server.fields.num_inference_steps.maximum;
-  return [["Draft", Math.max(2, Math.round(usual / 3))], ["Standard", usual], ["Fine", Math.min(most, usual * 2)]];
+function choose(name) {
+  fill({ ...read(), ...server.defaults, ...shape(), prompt: $("prompt").value, seed: $("seed").value, ...server.presets[name] });
+  const levels = server.presets[name].sigmas ?? server.presets[name].denoising_step_list;
+  if (levels?.length) input("num_inference_steps").value = levels.length;
+  preset = name;
+  changed();
+}
+
+// A preset stays chosen while the form has its values; some of them are not fields of the form.
+function matches(name) {
+  const values = server.presets[name];
+  const hidden = Object.keys(values).some((field) => !input(field));
+  return (!hidden || preset === name) && Object.entries(values).every(([field, value]) => !input(field) || Number(input(field).value) === value || input(field).value === String(value));
 }
 
 function field(name, schema) {
@@ -138,28 +162,39 @@ function fill(values) {
   }
   const { width, height, num_frames: frames } = { ...server.defaults, ...values };
   const size = `${width}x${height}x${frames}`;
-  if (server.sizes.includes(size)) $("size").value = size;
+  const listed = server.sizes.includes(size);
+  if (listed || server.other_sizes) $("size").value = listed ? size : OTHER;
+  [["width", width], ["height", height], ["frames", frames]].forEach(([part, value]) => { $(`other-${part}`).value = value; });
   changed();
 }
 
+function shape() {
+  const other = ["width", "height", "frames"].map((part) => $(`other-${part}`).value);
+  const [width, height, frames] = ($("size").value === OTHER ? other : $("size").value.split("x")).map(Number);
+  return { width, height, num_frames: frames };
+}
+
 function read() {
-  const [width, height, frames] = $("size").value.split("x").map(Number);
-  const values = { prompt: $("prompt").value, seed: $("seed").value, width, height, num_frames: frames };
+  const values = { prompt: $("prompt").value, seed: $("seed").value, ...shape() };
   for (const control of $("fields").querySelectorAll("[name]")) {
     if (control.value !== "" || control.tagName === "TEXTAREA") values[control.name] = control.value;
   }
+  if (preset) values.preset = preset;
   return values;
 }
 
 function changed() {
-  const steps = input("num_inference_steps").value;
-  for (const button of $("presets").children) button.setAttribute("aria-pressed", String(button.dataset.steps === steps));
+  if (preset && !matches(preset)) preset = null;
+  if (!preset) preset = Object.keys(server.presets).find(matches) ?? null;
+  for (const button of $("presets").children) button.setAttribute("aria-pressed", String(button.dataset.preset === preset));
+  $("other-size").hidden = $("size").value !== OTHER;
   try { localStorage.setItem(STORED, JSON.stringify(read())); } catch { /* private windows have no storage */ }
 }
 
 function restore() {
   let stored = {};
   try { stored = JSON.parse(localStorage.getItem(STORED)) ?? {}; } catch { /* damaged: use the defaults */ }
+  preset = stored.preset in server.presets ? stored.preset : null;
   fill(stored);
 }
 
@@ -167,13 +202,14 @@ async function submit(values) {
   $("problem").textContent = "";
   const body = { ...values };
   if (body.priority === "0" || body.priority === 0) delete body.priority;
-  delete body.input_reference; // of an earlier video: only the server knows it
   try {
-    const image = $("image").files[0];
-    if (image && "input_reference" in server.fields) {
+    const chosen = [...$("inputs").querySelectorAll("input")].filter((control) => control.files.length);
+    if (chosen.length) {
       const form = new FormData();
       for (const [name, value] of Object.entries(body)) form.append(name, value);
-      form.append("input_reference", image);
+      for (const control of chosen) {
+        for (const file of control.files) form.append(control.dataset.input, file);
+      }
       await call("POST", "/v1/videos", form);
     } else {
       await call("POST", "/v1/videos", body);
@@ -202,11 +238,12 @@ function seconds(value) {
 
 function stageText(video) {
   const left = video.eta_seconds == null ? "" : ` · about ${seconds(video.eta_seconds)}`;
+  if (video.reason) return video.reason;
   if (video.status === "queued") {
     return (video.queue_position ? `${video.queue_position} before it` : "next") + left;
   }
   if (video.stage === "denoising") return `step ${video.step} of ${video.steps}${left}`;
-  return `${video.stage}${video.stage === "compiling" ? ": the first of its kind takes a while" : ""}`;
+  return video.stage;
 }
 
 function jobCard(video) {
@@ -350,15 +387,31 @@ function open(video) {
   $("detail").showModal();
 }
 
-function command(video) {
-  const quote = (text) => `'${String(text).replaceAll("'", "'\\''")}'`;
-  const values = { prompt: video.prompt, ...video.settings };
-  const parts = Object.entries(values).map(([name, value]) => `${name}=${/^[\w.+-]+$/.test(value) ? value : quote(value)}`);
-  return `python -m maxdiffusion.generate_wan CONFIG ${parts.join(" ")}`;
+// Settings as keys of a config; files and strengths of adapters have no value there.
+function keys(video) {
+  const values = { prompt: video.prompt };
+  const notes = [];
+  for (const [name, value] of Object.entries(video.settings)) {
+    if (name in INPUTS) values[INPUTS[name][1]] = Array.isArray(value) ? value.map(() => "FILE") : "FILE";
+    else if (name.startsWith("lora_")) notes.push(`${name}: ${value}`);
+    else values[name] = value;
+  }
+  return [values, notes];
 }
 
-const yaml = (video) => Object.entries({ prompt: video.prompt, ...video.settings })
-  .map(([name, value]) => `${name}: ${JSON.stringify(value)}`).join("\n") + "\n";
+function command(video) {
+  const quote = (text) => `'${String(text).replaceAll("'", "'\\''")}'`;
+  const text = (value) => (Array.isArray(value) ? JSON.stringify(value) : String(value));
+  const [values, notes] = keys(video);
+  const parts = Object.entries(values).map(([name, value]) => `${name}=${/^[\w.+-]+$/.test(text(value)) ? text(value) : quote(text(value))}`);
+  return `python -m maxdiffusion.generate_wan CONFIG ${parts.join(" ")}${notes.length ? `  # ${notes.join(", ")}` : ""}`;
+}
+
+function yaml(video) {
+  const [values, notes] = keys(video);
+  const lines = Object.entries(values).map(([name, value]) => `${name}: ${JSON.stringify(value)}`);
+  return [...notes.map((note) => `# ${note}`), ...lines].join("\n") + "\n";
+}
 
 async function copy(text, what) {
   try {
@@ -376,8 +429,14 @@ async function copy(text, what) {
 
 const again = (change) => {
   const { prompt, settings } = opened;
+  const seed = (settings.seed + change) % 2 ** 32;
   $("detail").close();
-  submit({ prompt, ...settings, seed: (settings.seed + change) % 2 ** 32 });
+  // The files of a video are known to the server alone, and some values come from presets only.
+  if (Object.keys(settings).some((name) => name in INPUTS || !(name in server.fields))) {
+    attempt(() => call("POST", `/v1/videos/${opened.id}/remix`, { prompt, seed }));
+  } else {
+    submit({ prompt, ...settings, seed });
+  }
 };
 $("again").addEventListener("click", () => again(0));
 $("next").addEventListener("click", () => again(1));
