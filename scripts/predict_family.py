@@ -54,7 +54,11 @@ ROWS = (
     Row(title="2.2 TI2V-5B, image", config="base_wan_ti2v_5b", keys=("image_url=x.png",)),
     Row(title="2.1 VACE 14B", config="base_wan_vace_14b", keys=("video_path=x.mp4",)),
     Row(title="2.1 VACE 1.3B", config="base_wan_vace_1_3b", keys=("video_path=x.mp4",)),
-    Row(title="2.2 Animate 14B, a segment", config="base_wan_animate"),
+    Row(
+        title="2.2 Animate 14B, a segment",
+        config="base_wan_animate",  # without guidance: nothing to share over data
+        keys=("ici_data_parallelism=1", "ici_context_parallelism=8", "ulysses_shards=4"),
+    ),
     Row(title="2.1 T2V 1.3B", config="base_wan_1_3b"),
 )
 

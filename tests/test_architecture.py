@@ -60,6 +60,7 @@ FEATURES = {
         *("calibrate_cache.py", "diffusion/caches/*", "generation/calibrate.py"),
         *("generation/latents.py", "generation/step_caches.py"),
     ),
+    "8-bit weights": (2, "models/wan/eight_bit.py"),
     "quality ledger": (10, "compare_quality.py", "quality/*"),
     "server": (22, "serve_wan.py", "plan_fleet.py", "serving/*", "costs/fleet.py"),
 }

@@ -11,7 +11,7 @@ from maxdiffusion.generation.generate import request_of
 from maxdiffusion.generation.job import plan_job
 from maxdiffusion.generation.resume import list_videos
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.serving.server import check_no_latents
+from maxdiffusion.serving.server import check_no_inputs
 from tests.generation.command_line import TINY
 
 SIZE = ("height=32", "width=48", "num_frames=5")
@@ -93,8 +93,8 @@ def test_other_files_are_refused_before_weights_are_read(spec, tmp_path, name, c
 
 def test_a_server_refuses_latents_that_it_would_not_use(tmp_path):
     parsed = read_config([str(TINY), f"latents_path={tmp_path / 'x.npy'}"])
-    with pytest.raises(ProblemsFound, match="from the seed of its request"):
-        check_no_latents(parsed.config)
+    with pytest.raises(ProblemsFound, match="from what requests bring"):
+        check_no_inputs(parsed.config)
 
 
 def test_a_wrong_number_of_rows_and_values_that_are_not_finite_are_refused(spec, dims, tmp_path):
