@@ -166,7 +166,7 @@ def test_each_size_of_clips_has_its_own_step(monkeypatch):
         step=jnp.zeros((), jnp.int32), key=jax.random.key(0), values={}, ema={}, moments={}
     )
 
-    def named(self, name):
+    def named(self, name, frozen):
         def step(state, batch):
             taken.append((name, self.batch.latent, self.block_attention))
             return state, report
