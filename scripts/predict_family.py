@@ -59,7 +59,6 @@ ROWS = (
         config="base_wan_animate",  # without guidance: nothing to share over data
         keys=("ici_data_parallelism=1", "ici_context_parallelism=8", "ulysses_shards=4"),
     ),
-    Row(title="2.1 T2V 1.3B", config="base_wan_1_3b"),
 )
 
 
