@@ -1,4 +1,4 @@
-"""Loads in a process of its own and prints what it cost; started by the tests."""
+"""Loads in a process of its own and writes what it cost to a file; started by the tests."""
 
 import json
 import resource
@@ -71,7 +71,7 @@ def slices(folder: Path, address: str, process: int, order: list[int]) -> dict[s
 
 
 if __name__ == "__main__":
-    task, folder, *rest = sys.argv[1:]
+    outcome, task, folder, *rest = sys.argv[1:]
     arguments = [json.loads(argument) for argument in rest]
     result = {"memory": memory, "slices": slices}[task](Path(folder), *arguments)
-    print(json.dumps(result))
+    Path(outcome).write_text(json.dumps(result))

@@ -1,5 +1,6 @@
-"""What a load costs a process: the bytes it reads and the memory it takes."""
+"""The cost of a load for a process: the bytes that it reads and the memory that it takes."""
 
+import contextlib
 import json
 import os
 import socket
@@ -14,32 +15,23 @@ from safetensors.numpy import save_file
 from tests.checkpoints.small_model import save, tensors
 
 ROOT = Path(__file__).parents[2]
+ALONE = Path(__file__).with_name("load_alone.py")
 
 
-def start(*arguments, devices=1):
-    """A process that runs load_alone.py with these arguments (as JSON, after task and folder)."""
-    task, folder, *rest = arguments
+def costs_of(folder, *calls, devices=1):
+    """What load_alone.py wrote for each call (task, folder, JSON arguments), all run at once."""
     flags = f"--xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [
-            sys.executable,
-            Path(__file__).with_name("load_alone.py"),
-            task,
-            folder,
-            *map(json.dumps, rest),
-        ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ
-        | {"PYTHONPATH": f"{ROOT}:{ROOT}/src", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-    )
-
-
-def result(process):
-    """The JSON that the process printed; the collectives of CPUs print lines of their own."""
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    return json.loads([line for line in output.splitlines() if line.startswith("{")][-1])
+    own = {"PYTHONPATH": f"{ROOT}:{ROOT}/src", "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    outcomes = [folder / f"cost_{number}.json" for number in range(len(calls))]
+    with contextlib.ExitStack() as stack:
+        running = []
+        for outcome, (task, stored, *rest) in zip(outcomes, calls, strict=True):
+            arguments = [outcome, task, stored, *map(json.dumps, rest)]
+            command = [sys.executable, ALONE, *arguments]
+            running.append(stack.enter_context(subprocess.Popen(command, env=os.environ | own)))
+            stack.callback(running[-1].kill)
+        assert [process.wait(timeout=300) for process in running] == [0] * len(running)
+    return [json.loads(outcome.read_text()) for outcome in outcomes]
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +47,8 @@ def stack(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("buffer", ["HostBuffer", "DeviceBuffer"])
-def test_memory_is_the_parameters_and_little_more(stack, buffer):
-    cost = result(start("memory", stack, buffer, 8, 2560))
+def test_memory_is_the_parameters_and_little_more(stack, buffer, tmp_path):
+    [cost] = costs_of(tmp_path, ("memory", stack, buffer, 8, 2560))
     tensor = 2560 * 2560 * 4
     assert cost["read"] == 8 * tensor
     # Beside the parameters: 4 threads that each hold a read of 4 MB, its bfloat16 rearrangement and
@@ -72,8 +64,8 @@ def test_two_processes_read_only_their_slices(tmp_path, order):
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    pair = [start("slices", folder, address, number, order, devices=4) for number in range(2)]
-    costs = [result(process) for process in pair]
+    calls = [("slices", folder, address, number, order) for number in range(2)]
+    costs = costs_of(tmp_path, *calls, devices=4)
     whole = sum(value.nbytes for value in tensors().values())
     for cost in costs:
         assert cost["devices"] == 8

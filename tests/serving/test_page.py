@@ -161,6 +161,21 @@ def test_a_refused_request_says_why(page, tmp_path):
         page.context.clear_cookies()
 
 
+def test_the_form_opens_when_the_server_has_said_what_it_offers(page, tmp_path):
+    with listening(tmp_path) as (_, address):
+        held = []
+        page.route("**/v1/server", lambda asked: held.append(asked))
+        page.goto(address)
+        expect(page.locator("#prompt")).to_be_disabled()
+        page.wait_for_timeout(50)  # keys that are pressed now reach nothing
+        page.keyboard.type("too early")
+        [asked] = held
+        asked.continue_()
+        expect(page.locator("#prompt")).to_be_enabled()
+        page.fill("#prompt", "in time")
+        expect(page.locator("#prompt")).to_have_value("in time")
+
+
 def test_the_page_asks_for_a_key(page, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text(f"anna:{KEY}")

@@ -554,6 +554,7 @@ async function start() {
   $("logout").hidden = !server.keys;
   buildForm();
   restore();
+  $("controls").disabled = false; // until here nothing is known that its values could be checked against
   drawPlan(server.plan);
   await loadOlder();
   connect();
