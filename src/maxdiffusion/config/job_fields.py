@@ -252,6 +252,23 @@ class TrainingLoraFields:
 
 
 @field_group
+class TrainingWatchFields:
+    """Reading of clips while a training runs, and its evaluation on held-out ones."""
+
+    data_threads: int = setting(
+        8, "Threads that read clips ahead of the step; the order does not depend on them.", POSITIVE
+    )
+    eval_every: int = setting(
+        -1, "Steps between evaluations on held-out clips; -1 = none.", Integer(minimum=-1)
+    )
+    eval_data_dir: str = setting(
+        "",
+        "Folder of held-out clips, in the form of train_data_dir; synthetic clips need none.",
+    )
+    num_eval_samples: int = setting(420, "Held-out clips of an evaluation, at most.", POSITIVE)
+
+
+@field_group
 class ServingFields:
     """Address, queue, sizes, limits and storage of serve_wan."""
 
