@@ -168,14 +168,16 @@ def list_records(file: FilePath) -> Iterator[Record]:
     size, at = size_in_bytes(file), 0
     while at < size:
         try:
-            start, length = at + HEADER, _length(read_range(file, at, HEADER))
-            at = start + length + FOOTER
-            if at > size:
+            length = _length(read_range(file, at, HEADER))
+            end = at + HEADER + length + FOOTER
+            if end > size:
                 raise BadRecord("the file ends within a record")
-            yield _described(file, start, length)
+            record = _described(file, at + HEADER, length)
         except BadRecord as error:
-            rest = "Write the file again, or move it out of the folder."
-            raise BadRecord(f"{file}: record at byte {start - HEADER}: {error}. {rest}") from error
+            remedy = "Write the file again, or move it out of the folder."
+            raise BadRecord(f"{file}: record at byte {at}: {error}. {remedy}") from error
+        yield record
+        at = end
 
 
 def _length(header: bytes) -> int:

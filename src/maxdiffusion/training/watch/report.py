@@ -80,9 +80,10 @@ class Report:
         for part, rows in by_part(self.steps).items():
             losses = [row["learning/loss"] for row in rows]
             named = f"loss of {part}" if part else "loss"
+            count = min(MEAN_OF, -(-len(losses) // 2))
             yield (
-                f"{named}, mean of the first and the last {min(MEAN_OF, len(losses))} steps",
-                f"{np.mean(losses[:MEAN_OF]):.4f}, {np.mean(losses[-MEAN_OF:]):.4f}",
+                f"{named}, mean of the first and of the last {count} steps",
+                f"{np.mean(losses[:count]):.4f}, {np.mean(losses[-count:]):.4f}",
             )
         held_out = [event["eval/loss"] for event in self.events if "eval/loss" in event]
         if held_out:
@@ -110,11 +111,14 @@ class Report:
         yield from _chart("Loss on held-out clips", held_out)
         buckets = _prefixed(self.steps, "learning/loss_")
         yield from _chart("Loss by timestep", buckets, logarithmic=True)
-        yield from _chart("Held-out loss by timestep", _prefixed(self.events, "eval/loss_"))
+        held_out = _prefixed(self.events, "eval/loss_")
+        yield from _chart("Held-out loss by timestep", held_out, logarithmic=True)
         norm = _line("gradient norm", self.steps, "learning/gradient_norm")
         yield from _chart("Gradient norm", [norm], logarithmic=True)
-        groups = _prefixed(self.steps, "gradient_norm/")
-        yield from _chart("Gradient norm by part", groups, logarithmic=True)
+        names = {name for row in self.steps for name in row if name.startswith("gradient_norm/")}
+        for model in sorted({name.removeprefix("gradient_norm/").split(".")[0] for name in names}):
+            groups = _prefixed(self.steps, f"gradient_norm/{model}.")
+            yield from _chart(f"Gradient norm by part of {model}", groups, logarithmic=True)
         for title, name in (
             ("Learning rate", "learning/rate"),
             ("Seconds of a step", "perf/step_time_seconds"),
@@ -198,8 +202,8 @@ STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1340px; margin: 2em auto;
        padding: 0 1em; }
 h1 { font-size: 1.5em } h2 { font-size: 1.05em; margin: 1.2em 0 .3em }
-main { display: block } section { display: inline-block; width: 640px; max-width: 100%;
-       margin-right: 16px; vertical-align: top }
+main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr));
+       column-gap: 24px } main > * { grid-column: 1 / -1 } main > section { grid-column: auto }
 svg { width: 100%; height: auto; font-size: 12px } svg text { fill: #555 }
 .grid { stroke: #e4e4e4 } .axis { stroke: #888 }
 .legend { margin: 0; font-size: 13px } .legend span { margin-right: 1em; white-space: nowrap }
