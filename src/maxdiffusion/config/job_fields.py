@@ -256,7 +256,9 @@ class TrainingWatchFields:
     """Reading of clips while a training runs, and its evaluation on held-out ones."""
 
     data_threads: int = setting(
-        8, "Threads that read clips ahead of the step; the order does not depend on them.", POSITIVE
+        4,
+        "Batches that are read ahead, each by a thread; the order stays the same.",
+        POSITIVE,
     )
     eval_every: int = setting(
         -1, "Steps between evaluations on held-out clips; -1 = none.", Integer(minimum=-1)

@@ -127,10 +127,10 @@ class Tensor:
         return cls(dtype=DTYPES[dtype], shape=tuple(shape), content=content)
 
     def values(self, record: bytes) -> np.ndarray:
-        """Returns the tensor in float32."""
-        start, end = self.content
-        found = np.frombuffer(record[start:end], self.dtype.newbyteorder("<"))
-        return found.reshape(self.shape).astype(np.float32)
+        """Returns the tensor in float32; one that is stored so is not copied."""
+        dtype, count = self.dtype.newbyteorder("<"), math.prod(self.shape)
+        found = np.frombuffer(record, dtype, count=count, offset=self.content[0])
+        return found.reshape(self.shape).astype(np.float32, copy=False)
 
 
 def _size(read: Read, dim: Span | int) -> int:
