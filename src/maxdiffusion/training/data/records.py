@@ -14,6 +14,7 @@ import numpy as np
 
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder
 from maxdiffusion.config import Config
+from maxdiffusion.config.validate import check_object_storage
 from maxdiffusion.distributed.coordination import barrier
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.pipelines.spec import WanSpec
@@ -70,6 +71,7 @@ def open_records(config: Config, folder: ModelFolder, spec: WanSpec) -> "RecordS
     than the model's.
     """
     check_records(config, spec)
+    check_object_storage(train_data_dir=config.train_data_dir, eval_data_dir=config.eval_data_dir)
     notes = as_path(config.latent_cache_dir)
     trained = located(as_path(config.train_data_dir), notes, name="train_data_dir")
     held_out: list[Located] = []

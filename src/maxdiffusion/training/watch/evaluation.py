@@ -33,7 +33,7 @@ from maxdiffusion.training.wan import (
     place_batch,
 )
 
-Program = Callable[[Any, Any, jax.Array], BucketLosses]
+Program = Callable[[Any, Any, np.uint32], BucketLosses]  # weights, batch, number of the batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,17 +93,16 @@ class Evaluation:
         """Starts every batch of an expert; returns their results, which may not be ready yet."""
         values = joined(self.frozen, state.ema)
         used = {model: values[model] for model in (name, TEXT_ENCODER) if model in values}
-        key = jax.random.key(self.seed)
         mesh = self.buckets.training.mesh
         found: list[BucketLosses] = []
         for samples, count in zip(self.samples, self.counts, strict=True):
             if not count:
                 continue
             for batch in islice(Batches(samples, self.order, self.assemble), count):
-                draw = jax.random.fold_in(key, len(found))
+                number = np.uint32(len(found))
                 with jax.set_mesh(mesh):
                     program = self._program(name, latent_of(batch))
-                    found.append(program(used, place_batch(batch, mesh), draw))
+                    found.append(program(used, place_batch(batch, mesh), number))
         return found
 
     @cached_property
@@ -114,9 +113,12 @@ class Evaluation:
         @cache
         def program(name: str, latent: Latent) -> Program:
             loss = held_out_loss(self.buckets.by_latent[latent], name)
-            return jax.jit(
-                lambda values, batch, key: loss(values, batch, key)[1], out_shardings=everywhere
-            )
+
+            def losses(values: Any, batch: Any, number: Any) -> BucketLosses:
+                key = jax.random.fold_in(jax.random.key(self.seed), number)
+                return loss(values, batch, key)[1]
+
+            return jax.jit(losses, out_shardings=everywhere)
 
         return program
 
