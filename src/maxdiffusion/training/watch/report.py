@@ -119,9 +119,10 @@ class Report:
         for model in sorted({name.removeprefix("gradient_norm/").split(".")[0] for name in names}):
             groups = _prefixed(self.steps, f"gradient_norm/{model}.")
             yield from _chart(f"Gradient norm by part of {model}", groups, logarithmic=True)
+        seconds = _line("seconds", self.steps, "perf/step_time_seconds")
+        yield from _chart("Seconds of a step", [seconds], logarithmic=True)  # some compile
         for title, name in (
             ("Learning rate", "learning/rate"),
-            ("Seconds of a step", "perf/step_time_seconds"),
             ("Tokens per second", "perf/tokens_per_second"),
             ("MFU", "perf/mfu"),
         ):
@@ -210,7 +211,7 @@ svg { width: 100%; height: auto; font-size: 12px } svg text { fill: #555 }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px;
             vertical-align: -1px }
 .warning { border-left: 4px solid #d55e00; background: #fdf1e9; padding: .5em .8em }
-table { border-collapse: collapse } th, td { text-align: left; padding: .2em 1em .2em 0;
+table { border-collapse: collapse; justify-self: start } th, td { text-align: left; padding: .2em 1em .2em 0;
         border-bottom: 1px solid #e4e4e4; font-weight: normal }
 td { font-variant-numeric: tabular-nums }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 12.5px }
