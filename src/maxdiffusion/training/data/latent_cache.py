@@ -23,6 +23,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from safetensors.numpy import save_file
 
+from maxdiffusion.checkpoints.safetensors_io import FLOAT_DTYPES
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.runtime.files import (
     CacheKey,
@@ -282,7 +283,8 @@ class CachedClips:
         return self.shards[0].shape("ids")[1]
 
 
-NUMPY_DTYPES = {"F32": np.dtype(np.float32), "I32": np.dtype(np.int32)}  # of a cache
+INTEGERS = {f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)}
+NUMPY_DTYPES: Mapping[str, np.dtype] = {**FLOAT_DTYPES, **INTEGERS}
 FIRST_READ = 4096  # bytes; most headers are shorter, and each read from object storage takes time
 
 

@@ -211,7 +211,8 @@ svg { width: 100%; height: auto; font-size: 12px } svg text { fill: #555 }
 .legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px;
             vertical-align: -1px }
 .warning { border-left: 4px solid #d55e00; background: #fdf1e9; padding: .5em .8em }
-table { border-collapse: collapse; justify-self: start } th, td { text-align: left; padding: .2em 1em .2em 0;
+table { border-collapse: collapse; justify-self: start }
+th, td { text-align: left; padding: .2em 1em .2em 0;
         border-bottom: 1px solid #e4e4e4; font-weight: normal }
 td { font-variant-numeric: tabular-nums }
 pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 12.5px }
