@@ -14,6 +14,7 @@ EXTRAS = PROJECT["optional-dependencies"]
 
 # Distributions whose modules have another name.
 MODULES = {
+    "google-crc32c": "google_crc32c",
     "huggingface_hub": "huggingface_hub",
     "ml-collections": "ml_collections",
     "orbax-checkpoint": "orbax",

@@ -1,13 +1,29 @@
 """Figures are lines of JSON, once for every step, also after a run was continued."""
 
+import io
 import json
+import struct
+from dataclasses import replace
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from PIL import Image
+from tensorboardX.proto.event_pb2 import Event
 
 from maxdiffusion.models.wan.config import wan_14b
 from maxdiffusion.training.loss import BucketLosses
-from maxdiffusion.training.metrics import Figures, MetricsWriter, Work, forward_flops, step_work
+from maxdiffusion.training.metrics import (
+    Figures,
+    MetricsWriter,
+    Sample,
+    Work,
+    describe_utilisation,
+    events_file,
+    forward_flops,
+    stated_peak,
+    step_work,
+)
 
 
 def figures(step):
@@ -39,6 +55,46 @@ def test_a_continued_run_has_every_step_once(tmp_path):
     assert lines[0]["perf/tflops_per_second_per_device"] == 0.5
     assert lines[0]["learning/loss_250-375"] == 2.0
     assert len(list((tmp_path / "board").iterdir())) == 2
+
+
+def test_evaluations_samples_and_warnings_are_events(tmp_path):
+    path, board = tmp_path / "metrics.jsonl", tmp_path / "board"
+    frames = np.random.default_rng(0).integers(0, 255, (5, 16, 32, 3), dtype=np.uint8)
+    writer = MetricsWriter(path, tensorboard=board)
+    writer.start(0)
+    writer(figures(1))
+    writer.evaluated(1, {"eval/loss": 0.5})
+    writer.sampled(Sample(step=1, file="a.mp4", frames=frames, fps=8))
+    writer.warned(1, "the loss rises")
+    writer.close()
+    assert written_whole(events_file(path)) == [
+        {"step": 1, "eval/loss": 0.5},
+        {"step": 1, "sample": "a.mp4"},
+        {"step": 1, "warning": "the loss rises"},
+    ]
+    (file,) = board.iterdir()
+    values = {value.tag: value for event in board_events(file) for value in event.summary.value}
+    assert {"learning/loss", "learning/loss/transformer", "eval/loss"} <= values.keys()
+    with Image.open(io.BytesIO(values["sample"].image.encoded_image_string)) as shown:
+        assert (shown.n_frames, shown.size) == (5, (32, 16))
+        assert shown.info["duration"] == 120  # 1/8 s in hundredths, the unit of the format
+
+
+def board_events(file):
+    """The events of a file of TensorBoard, which is in the format of tfrecord."""
+    content, at = file.read_bytes(), 0
+    while at < len(content):
+        (length,) = struct.unpack("<Q", content[at : at + 8])
+        yield Event.FromString(content[at + 12 : at + 12 + length])
+        at += 16 + length
+
+
+def test_utilisation_is_a_share_of_the_stated_peak():
+    assert "perf/mfu" not in figures(1).as_json()
+    assert "no MFU, as no peak is stated for cpu" in describe_utilisation("cpu", 3)
+    assert "MFU is their share of 918 TFLOP/s" in describe_utilisation("TPU v6 lite", 3)
+    work = Work(tokens=100, tflops_per_device=459.0, peak_tflops=stated_peak("TPU v6 lite"))
+    assert replace(figures(1), work=work).as_json()["perf/mfu"] == 1.0  # in half a second
 
 
 def written_whole(path):

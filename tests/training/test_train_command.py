@@ -70,6 +70,10 @@ def test_trains_continues_and_writes_a_model(cache, tmp_path, capsys):
     assert train_wan.main(arguments(tmp_path, *more)) == 0
     said = capsys.readouterr().out
     assert "continuing after step 2" in said
+    report = (tmp_path / "metrics.html").read_text()
+    assert "Training, 3 steps" in report
+    assert "data:video/mp4;base64," in report
+    assert "remat NONE" in report  # of the start-up report
     assert read_steps(tmp_path) == [1, 2, 3]
     video, _ = read_video(tmp_path / "samples" / "step_000003.mp4")
     assert video.shape == (5, 32, 32, 3)

@@ -68,8 +68,8 @@ def test_a_first_frame_run_continues_bit_for_bit_and_animates(tmp_path, monkeypa
     ends.never()
     assert train("parts") == 0
     said = capsys.readouterr().out
-    assert "continuing after step 1" in said
-    assert "continuing after step 2" in said
+    # SIGTERM came while step 2 was computed, and the crash before a checkpoint of step 4.
+    assert said.count("continuing after step 2") == 2
     whole, parts = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
     for name, value in whole.items():
         np.testing.assert_array_equal(value, parts[name], err_msg=name)

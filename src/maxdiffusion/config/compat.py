@@ -199,8 +199,6 @@ ROWS = (
     ignored("enable_single_replica_ckpt_restoring", False, "One replica reads for all."),
     ignored("write_metrics", True, "Write training metrics."),
     ignored("gcs_metrics", False, "Write training metrics to a cloud folder."),
-    ignored("eval_every", -1, "Steps between evaluations; -1 = none.", kind=COUNT_OR_NONE),
-    ignored("eval_data_dir", "", "Folder of evaluation data."),
     ignored("enable_generate_video_for_eval", False, "Make videos in evaluations."),
     ignored("eval_max_number_of_samples_in_bucket", 60, "Samples per bucket.", kind=POSITIVE),
     ignored("enable_eval_timesteps", False, "Tag timesteps for evaluation."),
@@ -210,7 +208,6 @@ ROWS = (
         "Timesteps of evaluation buckets.",
         kind=ListOf(NON_NEGATIVE),
     ),
-    ignored("num_eval_samples", 420, "Samples for evaluation.", kind=NON_NEGATIVE),
     ignored("enable_mllog", False, "Write MLPerf logs."),
     # Training data
     ignored("dataset_name", "", "Data set, as a hub id or a path."),

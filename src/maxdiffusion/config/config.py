@@ -19,6 +19,7 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
+    TrainingWatchFields,
 )
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
@@ -76,6 +77,7 @@ class Config(
     TrainingDataFields,
     TrainingImageFields,
     TrainingLoraFields,
+    TrainingWatchFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

@@ -252,6 +252,25 @@ class TrainingLoraFields:
 
 
 @field_group
+class TrainingWatchFields:
+    """Reading of clips while a training runs, and its evaluation on held-out ones."""
+
+    data_threads: int = setting(
+        4,
+        "Batches that are read ahead, each by a thread; the order stays the same.",
+        POSITIVE,
+    )
+    eval_every: int = setting(
+        -1, "Steps between evaluations on held-out clips; -1 = none.", Integer(minimum=-1)
+    )
+    eval_data_dir: str = setting(
+        "",
+        "Folder of held-out clips, in the form of train_data_dir; synthetic clips need none.",
+    )
+    num_eval_samples: int = setting(420, "Held-out clips of an evaluation, at most.", POSITIVE)
+
+
+@field_group
 class ServingFields:
     """Address, queue, sizes, limits and storage of serve_wan."""
 

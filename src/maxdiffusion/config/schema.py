@@ -29,6 +29,7 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
+    TrainingWatchFields,
 )
 
 POSITIVE = Integer(minimum=1)
@@ -542,9 +543,9 @@ class TrainingDataFields:
     """Clips that training reads."""
 
     dataset_type: str = setting(
-        "tfrecord", "`synthetic` (moving shapes), `videos` (a folder), or tfrecord (not read)."
+        "tfrecord", "`synthetic` (moving shapes), `videos` (a folder), or `tfrecord` (encoded)."
     )
-    train_data_dir: str = setting("", "Folder of videos with captions.")
+    train_data_dir: str = setting("", "Folder of videos or images with captions, or of records.")
     cache_latents_text_encoder_outputs: bool = setting(
         True, "Store text embeddings with the latents, unless the text encoder is trained."
     )
@@ -590,4 +591,5 @@ TRAINING_GROUPS: Mapping[str, type] = {
     "Training data": TrainingDataFields,
     "Training on first frames": TrainingImageFields,
     "Training of LoRA adapters": TrainingLoraFields,
+    "Reading and evaluation": TrainingWatchFields,
 }

@@ -83,6 +83,16 @@ def size_in_bytes(file: FilePath) -> int:
     return file.stat().length if isinstance(file, epath.Path) else file.stat().st_size
 
 
+def read_range(path: FilePath, start: int, count: int) -> bytes:
+    """Returns `count` bytes of a file from `start`, fewer at its end; threads may call it at once.
+
+    From object storage only these bytes are requested.
+    """
+    with open_binary(path) as stream:
+        stream.seek(start)
+        return stream.read(count)
+
+
 def local_copy(path: FilePath) -> Path:
     """Returns a path on a disk with the file's content, for libraries that need one.
 

@@ -74,6 +74,11 @@ class Profiler:
         if plan is not None and self._done == plan.skip + plan.steps:
             self.close()
 
+    @property
+    def unfinished(self) -> bool:
+        """True until the steps of the plan were traced."""
+        return self._plan is not None and self._done < self._plan.skip + self._plan.steps
+
     def watch(self, steps: Iterable[Item]) -> Iterator[Item]:
         """Yields the items of a loop and counts each as a step. A trace ends with the loop.
 

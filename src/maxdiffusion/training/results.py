@@ -44,6 +44,7 @@ from maxdiffusion.runtime.files import FilePath, as_path, new_folder, writing
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.lora.base import with_all_rooms
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE, TrainedExperts
+from maxdiffusion.training.metrics import Sample
 from maxdiffusion.training.step import NOT_FROZEN, TrainState, joined
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import WanTraining
@@ -163,20 +164,23 @@ class SampleVideos:
 
     model: Model
 
-    def __call__(self, state: TrainState) -> None:
+    def __call__(self, state: TrainState) -> Sample | None:
+        """Returns the video; None where an expert is missing."""
         states = self.model.states(state)
         if any(name not in states for name in self.model.spec.experts):
             logger.info("no sample: it needs both experts")
-            return
+            return None
         config = self.model.config
         pipeline = self._pipeline.with_parameters(self._parameters(states))
         request = self._request
         *_, (latents, _) = pipeline.denoise(request, pipeline.condition(request))
         frames = np.asarray(pipeline.decode(request, np.asarray(latents)[0]))
-        path = as_path(config.output_dir) / f"step_{int(state.step):06d}.mp4"
+        step = int(state.step)
+        path = as_path(config.output_dir) / f"step_{step:06d}.mp4"
         if jax.process_index() == 0:
             write_video(path, frames, fps=config.fps)
             logger.info(f"wrote {path}")
+        return Sample(step=step, file=str(path), frames=frames, fps=config.fps)
 
     @cached_property
     def _builder(self) -> ProgramBuilder:

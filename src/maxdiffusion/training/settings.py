@@ -134,7 +134,7 @@ def clips(config: Config) -> CaptionedClips:
         folder = Path(config.train_data_dir).expanduser()
         return VideoClips(videos=videos_in(folder), size=clip_size(config))
     if config.dataset_type != "synthetic":
-        rule = "clips come from `synthetic` or from `videos`, a folder with captions"
+        rule = "frames come from `synthetic` or from `videos`, a folder with captions"
         remedy = "Use dataset_type=synthetic, or dataset_type=videos train_data_dir=FOLDER"
         name = "dataset_type"
         raise ProblemsFound(

@@ -206,12 +206,13 @@ class Loss(Protocol):
 @register_tree
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """Metrics of a step."""
+    """Metrics of a step; `norms` are of the gradients of groups of parameters."""
 
     loss: Float[Array, ""]
     gradient_norm: Float[Array, ""]
     learning_rate: Float[Array, ""]
     figures: Any
+    norms: Mapping[str, Float[Array, ""]] = field(default_factory=dict)
 
 
 Step = Callable[[TrainState, Any], tuple[TrainState, StepReport]]
@@ -253,10 +254,22 @@ def make_step(
             gradient_norm=norm,
             learning_rate=optimiser.learning_rate(state.step),
             figures=figures,
+            norms=group_norms(gradients),
         )
         return _updated(state, optimiser.clip(gradients, norm), optimiser), report
 
     return step
+
+
+def group_norms(gradients: Mapping[str, Values]) -> dict[str, Float[Array, ""]]:
+    """Returns the norms of the gradients by model and part, such as `transformer.blocks.attn1`."""
+    groups: dict[str, list[Array]] = {}
+    for model, part in gradients.items():
+        for path, gradient in part.items():
+            first, *rest = path.split(".")
+            group = ".".join([model, first, *rest[:1]] if first == "blocks" else [model, first])
+            groups.setdefault(group, []).append(gradient)
+    return {group: optax.tree.norm(held) for group, held in groups.items()}
 
 
 def _accumulated(

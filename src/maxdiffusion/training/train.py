@@ -34,12 +34,12 @@ from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
 from maxdiffusion.runtime.files import FilePath, as_path, check_free_space, read_json_lines, writing
 from maxdiffusion.runtime.tpu_flags import describe_flags, target_chip
-from maxdiffusion.training.data.batches import Batches, Order, as_signed
+from maxdiffusion.training.data.batches import Batches, Order, Samples, as_signed
 from maxdiffusion.training.data.latent_cache import SKIPPED, CachedClips, CaptionedClips
-from maxdiffusion.training.data.store import ClipSet, ClipStore, as_clip_batch, clip_sets
+from maxdiffusion.training.data.store import ClipSet, ClipStore, as_clip_batch, open_store
 from maxdiffusion.training.lora.adapters import check_experts, check_lora
 from maxdiffusion.training.lora.base import AdapterRun
-from maxdiffusion.training.metrics import FORMULA
+from maxdiffusion.training.metrics import describe_utilisation
 from maxdiffusion.training.models import initial_state, vae_of
 from maxdiffusion.training.random_init import vae_json
 from maxdiffusion.training.results import (
@@ -62,6 +62,7 @@ from maxdiffusion.training.settings import (
 from maxdiffusion.training.step import TrainState, first_state, place_values
 from maxdiffusion.training.vae import VAE, VaeTraining, peak_signal, with_statistics
 from maxdiffusion.training.wan import BucketedTraining, StoredText, Tokens
+from maxdiffusion.training.watch.evaluation import Evaluation
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class TrainingJob:
     model: Model
     buckets: BucketedTraining
     batches: Batches
+    held_out: tuple[Samples, ...] = ()  # for evaluation
     adapters: AdapterRun | None = None
     start: Mapping[str, LoraFile] = field(default_factory=dict)
 
@@ -86,7 +88,8 @@ def train(parsed: ParsedConfig) -> None:
     check(config, parsed.problems)
     use_compilation_cache(config)
     job = resolve_job(config)
-    logger.info(start_up_plan(job))
+    about = start_up_plan(job)
+    logger.info(about)
     model, training, adapters = job.model, job.model.training, job.adapters
     base: Mapping[str, str] = {}
     if adapters is not None:
@@ -94,12 +97,15 @@ def train(parsed: ParsedConfig) -> None:
         check_base(config, base)
         model = replace(model, frozen=adapters.frozen_values())
     steps = {name: job.buckets.bucketed_step(name, model.frozen) for name in training.experts.names}
+    evaluation = evaluation_of(job)
     run = Run(
         steps=steps,
         expert_at=training.experts.at,
         batches=job.batches,
         work_of=job.buckets.work_of,
-        on_sample=SampleVideos(model=model),
+        make_sample=SampleVideos(model=model),
+        evaluate=replace(evaluation, frozen=model.frozen) if evaluation else lambda state: {},
+        about=about,
         base=base,
     )
     if adapters is None:
@@ -177,8 +183,8 @@ def resolve_job(config: Config) -> TrainingJob:
         sample_inputs(config, spec)
     check_experts(config, spec)
     check_export_room(config, folder)
-    store = ClipStore.of(config, folder, spec, clip_sets(config, spec))
-    latents = [store.latent(clips).dims[:3] for clips in store.sets]
+    store = open_store(config, folder, spec)
+    latents = [*dict.fromkeys(store.latents)]
     batch = batch_shape(config, latents[0], store.caption_tokens)
     training = wan_training(config, spec, batch, Tokens(empty=store.empty_caption))
     BucketedTraining(training=training, latents=latents).check_attention()
@@ -195,12 +201,28 @@ def resolve_job(config: Config) -> TrainingJob:
     if adapters is not None:
         adapters = replace(adapters, training=training)
     seed = config.seed if config.enable_data_shuffling else None
+    order = Order(batch=batch.clips, seed=seed, threads=config.data_threads)
     return TrainingJob(
         model=Model(config=config, folder=folder, spec=spec, training=training),
         buckets=BucketedTraining(training=training, latents=latents),
-        batches=Batches(samples, Order(batch=batch.clips, seed=seed), as_clip_batch),
+        batches=Batches(samples[: store.trained], order, as_clip_batch),
+        held_out=samples[store.trained :],
         adapters=adapters,
         start=start,
+    )
+
+
+def evaluation_of(job: TrainingJob) -> Evaluation | None:
+    """Returns the evaluation on held-out clips; None if the config asks for none."""
+    if not job.held_out:
+        return None
+    config = job.model.config
+    return Evaluation(
+        buckets=job.buckets,
+        samples=job.held_out,
+        assemble=as_clip_batch,
+        clips=config.num_eval_samples,
+        seed=config.seed,
     )
 
 
@@ -218,6 +240,7 @@ def start_up_plan(job: TrainingJob) -> str:
     start = "new weights" if config.train_from_scratch else config.pretrained_model_name_or_path
     reader = "stored embeddings" if isinstance(training.text, StoredText) else "the text encoder"
     sizes = " or ".join(map(str, job.buckets.latents))
+    evaluation = evaluation_of(job)
     return "\n".join(
         [
             f"maxdiffusion {__version__} on {mesh.size} x {mesh.devices.flat[0].device_kind}",
@@ -231,7 +254,8 @@ def start_up_plan(job: TrainingJob) -> str:
             f"batch: {batch.clips} clips of latents {sizes} in {batch.accumulation} pieces, "
             f"captions of up to {batch.caption_tokens} tokens from {reader}, "
             f"remat {training.remat.kind.value}",
-            f"TFLOP/s count {FORMULA.format(passes=1 + training.backward)}",
+            describe_utilisation(mesh.devices.flat[0].device_kind, 1 + training.backward),
+            *([] if evaluation is None else [evaluation.describe()]),
         ]
     )
 
@@ -245,7 +269,10 @@ def preprocess(parsed: ParsedConfig) -> None:
     problems.raise_if_any()
     use_compilation_cache(config)
     folder, spec = open_wan_folder(config.pretrained_model_name_or_path)
-    store = ClipStore.of(config, folder, spec, clip_sets(config, spec))
+    store = open_store(config, folder, spec)
+    if not isinstance(store, ClipStore):
+        logger.info(f"{store.describe()}; they are encoded already")
+        return
     store.fill()
     for clips in store.sets:
         logger.info(summary(clips, store))

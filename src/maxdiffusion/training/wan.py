@@ -326,6 +326,7 @@ class BucketedTraining:
             text_rows=training.batch.caption_tokens + 1 + training.image.attended_tokens,
             devices=training.mesh.size,
             backward=training.backward,
+            device_kind=training.mesh.devices.flat[0].device_kind,
         )
 
 

@@ -131,7 +131,7 @@ def test_captions_may_stand_in_one_file(tmp_path):
 
 
 def test_what_is_wrong_with_a_folder_is_said_at_once(tmp_path):
-    with pytest.raises(ProblemsFound, match=r"holds no \.mp4"):
+    with pytest.raises(ProblemsFound, match=r"holds no \.mp4, no image"):
         videos_in(tmp_path)
     write(tmp_path / "a.mp4", caption="")
     (tmp_path / "b.txt").write_text("no video")

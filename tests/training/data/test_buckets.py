@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.video import measure_video, read_clip, write_video
@@ -12,6 +13,7 @@ from maxdiffusion.training.data import video_folder as buckets
 from maxdiffusion.training.data.batches import Batches, Order
 from maxdiffusion.training.data.video_folder import (
     ClipSize,
+    VideoClips,
     bucket_of,
     kept_share,
     sort_videos,
@@ -95,6 +97,31 @@ def test_videos_are_measured_once_and_cut_to_their_bucket(tmp_path, monkeypatch)
     np.testing.assert_allclose(clip[4, 13, 8].astype(int), (0, 0, 0), atol=12)
 
 
+def test_images_go_to_buckets_of_one_frame_and_are_cut_as_videos_are(tmp_path):
+    write(tmp_path / "film.mp4", 5, 48, 64)
+    picture = np.zeros((40, 60, 3), np.uint8)
+    picture[:20] = (250, 0, 0)
+    for name in ("a.png", "b.JPG"):
+        Image.fromarray(picture).save(tmp_path / name, quality=95)
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    (tmp_path / "broken.webp").write_bytes(b"nothing")
+    (tmp_path / "broken.txt").write_text("broken")
+    film, still = size(5, 32, 48), size(1, 32, 32)
+    found = sort_videos(videos_in(tmp_path), (film, still), notes=tmp_path / "sizes.jsonl")
+    names = {key: [file.name for file, _ in held] for key, held in found.buckets.items()}
+    assert names == {film: ["film.mp4"], still: ["a.png", "b.JPG"]}
+    (reason,) = found.left_out.values()
+    assert "broken.webp: could not be read as an image" in reason
+    clips = VideoClips(videos=found.buckets[still], size=still)
+    assert clips.caption(0) == "a.png"
+    for index in range(2):
+        video = clips[index]["video"]
+        assert video.shape == (1, 32, 32, 3)
+        # JPEG keeps plain colours to a few steps of 255.
+        np.testing.assert_allclose(video[0, 5, 16].astype(int), (250, 0, 0), atol=12)
+        np.testing.assert_allclose(video[0, 27, 16].astype(int), (0, 0, 0), atol=12)
+
+
 class Numbered:
     """Samples that are their own numbers, in rows of some width."""
 
@@ -135,16 +162,48 @@ def test_a_stream_of_several_sizes_goes_on_from_its_position():
         np.testing.assert_array_equal(one, other)
 
 
-def test_processes_share_every_batch(monkeypatch):
-    whole = drawn(Batches(BOTH, ORDER), 9)
-    shares = []
-    for index in range(2):
-        monkeypatch.setattr(jax, "process_count", lambda: 2)
+def on_processes(monkeypatch, count, batches, position=None):
+    """The batches of several processes, each with the rows of all, and their position after."""
+    monkeypatch.setattr(jax, "process_count", lambda: count)
+    shares, positions = [], []
+    for index in range(count):
         monkeypatch.setattr(jax, "process_index", lambda index=index: index)
-        shares.append(drawn(Batches(BOTH, ORDER), 9))
-    for run_distributed, one, other in zip(whole, *shares, strict=True):
-        assert one.shape == other.shape == (2, run_distributed.shape[1])
-        assert sorted([*one[:, 0], *other[:, 0]]) == sorted(run_distributed[:, 0])
+        stream = Batches(BOTH, ORDER)
+        if position is not None:
+            stream.seek(json.loads(json.dumps(position)))
+        shares.append(drawn(stream, batches))
+        positions.append(stream.position)
+    assert all(other == positions[0] for other in positions)
+    return [np.concatenate(rows) for rows in zip(*shares, strict=True)], positions[0]
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+@pytest.mark.parametrize("after", [1, 2, 4])
+def test_a_run_goes_on_at_the_same_row_on_another_number_of_processes(monkeypatch, before, after):
+    whole = drawn(Batches(BOTH, ORDER), 9)
+    first, position = on_processes(monkeypatch, before, 5)
+    rest, _ = on_processes(monkeypatch, after, 4, position)
+    for found, expected in zip([*first, *rest], whole, strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_another_order_is_said_and_another_batch_size_goes_on_after_as_many_clips(caplog):
+    clips = Numbered(24, 1)
+    first = Batches(clips, Order(batch=4, seed=None))
+    drawn(first, 3)
+    larger = Batches(clips, Order(batch=6, seed=None))
+    larger.seek(first.position)
+    assert drawn(larger, 1)[0][:, 0].tolist() == [12, 13, 14, 15, 16, 17]
+    assert "in another order than before (batch 4, now 6)" in caplog.text
+    caplog.clear()
+    Batches(clips, Order(batch=4, seed=1)).seek(first.position)
+    assert "seed None, now 1" in caplog.text
+    caplog.clear()
+    older = {"next_index": 3}  # as checkpoints of earlier versions have it
+    again = Batches(clips, Order(batch=4, seed=None))
+    again.seek(older)
+    assert drawn(again, 1)[0][:, 0].tolist() == [12, 13, 14, 15]
+    assert not caplog.text
 
 
 def test_a_size_with_too_few_clips_is_named():

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from maxdiffusion.errors import ProblemsFound
-from maxdiffusion.runtime.files import WritingFailed
-from maxdiffusion.training.data.batches import SyntheticClips
+from maxdiffusion.runtime.files import WritingFailed, as_path, read_range
+from maxdiffusion.training.data import latent_cache
+from maxdiffusion.training.data.batches import Batches, Order, SyntheticClips
 from maxdiffusion.training.data.latent_cache import (
     CachedClips,
     CachePlan,
@@ -28,6 +29,7 @@ from maxdiffusion.training.text import (
     padded_ids,
 )
 from maxdiffusion.training.wan import StoredText
+from tests import object_storage
 from tests.training.full_disk import files_limited_to
 from tests.training.tiny_training import CAPTION_TOKENS, batch_of, state_of, training
 
@@ -52,6 +54,48 @@ def letters(ids, lengths):
     places = np.arange(ids.shape[1])
     rows = np.stack([ids, np.broadcast_to(places, ids.shape)], axis=-1).astype(np.float32)
     return rows * (places < lengths[:, None])[..., None]
+
+
+def test_a_cache_in_object_storage_is_read_row_by_row(tmp_path, monkeypatch):
+    local = tmp_path / "local"
+    fill_text(cache(local, frames=5), model="t", empty=(1,), encode=letters)
+    monkeypatch.setenv(object_storage.ROOT, str(tmp_path))
+    object_storage.use_buckets()
+    remote = as_path("gs://bucket/cache")
+    fill_text(cache(remote, frames=5), model="t", empty=(1,), encode=letters)
+    requested = []
+    monkeypatch.setattr(
+        latent_cache, "read_range", lambda *a: requested.append(a) or read_range(*a)
+    )
+    stored, expected = ClipsWithText(remote), ClipsWithText(local)
+    opened = sum(count for file, _, count in requested if "gs://" in str(file))
+    requested.clear()
+    for index in (0, 5, 10):
+        for name, value in expected[index].items():
+            np.testing.assert_array_equal(stored[index][name], value)
+    np.testing.assert_array_equal(stored.empty, expected.empty)
+    rows = [count for file, _, count in requested if "gs://" in str(file)]
+    clip = expected[0]["latents"].nbytes + expected[0]["text"].nbytes
+    # Twice (one read for each name) of three clips: their own bytes, and of others nothing.
+    assert sum(rows) == 2 * 3 * clip
+    assert opened < 8 * 5000  # headers of three shards and their texts
+    batches = [Batches(held, Order(batch=5, seed=1, threads=4)) for held in (stored, expected)]
+    for _ in range(4):
+        found, wanted = (next(one) for one in batches)
+        np.testing.assert_array_equal(found["latents"], wanted["latents"])
+
+
+def test_a_shard_that_is_cut_short_is_named(tmp_path):
+    folder = cache(tmp_path)
+    file = folder / "shard-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    message = f"shard-00001.safetensors of {len(content) - 1} bytes in place of {len(content)}"
+    with pytest.raises(ProblemsFound, match=message):
+        CachedClips(folder)
+    file.write_bytes(b"\x08" + bytes(7) + b"nothing.")
+    with pytest.raises(ProblemsFound, match=r"shard-00001\.safetensors, which is no shard"):
+        CachedClips(folder)
 
 
 def test_stored_rows_are_those_of_the_captions(tmp_path):

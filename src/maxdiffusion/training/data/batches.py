@@ -1,8 +1,10 @@
 """Batches in a fixed order, through grain, and the synthetic clips that need no files.
 
-The position in the order is a number, so a run continues exactly.
+The position in the order is a number of batches, and a process takes the rows of every batch that
+follow those of the process before it. So a run continues exactly, on any number of processes.
 """
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,6 +23,9 @@ from maxdiffusion.training.data.synthetic import (
     render,
 )
 
+logger = logging.getLogger(__name__)
+READ_AHEAD = 4  # batches, at least
+NEXT, ORDER = "next_index", "order"  # of a position
 Sample = Mapping[str, np.ndarray]
 Assemble = Callable[[Mapping[str, np.ndarray]], Any]
 
@@ -38,7 +43,10 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """Batch size, and the seed of the order of samples (None: unshuffled)."""
+    """Batch size, and the seed of the order of samples (None: unshuffled).
+
+    `threads` batches are read ahead, each by a thread.
+    """
 
     batch: int
     seed: int | None = 0
@@ -70,9 +78,15 @@ class Batches:
         if len(streams) > 1:
             # Depends on the number of the batch alone, so all processes get the same size.
             batched = grain.MapDataset.mix(streams, weights=[float(len(held)) for held in sizes])
-        options = grain.ReadOptions(num_threads=order.threads, prefetch_buffer_size=4)
+        ahead = max(READ_AHEAD, order.threads)
+        options = grain.ReadOptions(num_threads=order.threads, prefetch_buffer_size=ahead)
         self._iterator = iter(batched.to_iter_dataset(options))
         self._assemble = assemble
+        self._order: dict[str, Any] = {
+            "batch": order.batch,
+            "seed": order.seed,
+            "samples": [len(held) for held in sizes],
+        }
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -82,23 +96,58 @@ class Batches:
 
     @property
     def position(self) -> dict[str, Any]:
-        """The position of the stream, as JSON values."""
-        return dict(self._iterator.get_state())
+        """The position of the stream, as JSON values: finished batches, and their order."""
+        return {**self._iterator.get_state(), ORDER: self._order}
 
     def seek(self, position: Mapping[str, Any]) -> None:
-        """Continues from the position of a stream over the same samples."""
-        self._iterator.set_state(dict(position))
+        """Continues from the position of a stream; warns if that stream had another order.
+
+        After a change of the batch size alone, samples of one size continue after as many samples.
+        """
+        state = {name: value for name, value in position.items() if name != ORDER}
+        before = position.get(ORDER, self._order)  # older positions do not have it
+        changed = [name for name in self._order if before.get(name) != self._order[name]]
+        if changed == ["batch"] and len(self._order["samples"]) == 1 and NEXT in state:
+            state[NEXT] = state[NEXT] * before["batch"] // self._order["batch"]
+        if changed:
+            was = ", ".join(
+                f"{name} {before.get(name)}, now {self._order[name]}" for name in changed
+            )
+            logger.warning(
+                f"the clips of this run come in another order than before ({was}): "
+                "some may be trained on twice, and others not, in this pass"
+            )
+        self._iterator.set_state(state)
 
 
 def _stream(samples: Samples, order: Order) -> grain.MapDataset:
     """Returns this process's share of endless batches of one size."""
-    processes = jax.process_count()
     dataset = grain.MapDataset.source(samples)
     if order.seed is not None:
         dataset = dataset.seed(order.seed).shuffle()
     # After the shuffle, so that all processes agree on what an epoch is.
-    dataset = dataset.repeat()[jax.process_index() :: processes]
-    return dataset.batch(order.batch // processes, drop_remainder=True)
+    rows = order.batch // jax.process_count()
+    share = _Rows(
+        ordered=dataset.repeat(), batch=order.batch, rows=rows, process=jax.process_index()
+    )
+    return grain.MapDataset.source(share).batch(rows, drop_remainder=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """The rows of one process in every batch of an endless order: neighbours, at its place."""
+
+    ordered: grain.MapDataset
+    batch: int
+    rows: int
+    process: int
+
+    def __len__(self) -> int:
+        return len(self.ordered) // self.batch * self.rows
+
+    def __getitem__(self, index: int) -> Sample:
+        number, row = divmod(int(index), self.rows)
+        return self.ordered[number * self.batch + self.process * self.rows + row]
 
 
 def _too_few(sizes: Sequence[Samples], order: Order) -> list[Problem]:

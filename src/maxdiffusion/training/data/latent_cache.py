@@ -15,23 +15,25 @@ continues with the first missing one.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from maxdiffusion.checkpoints.safetensors_io import FLOAT_DTYPES
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.runtime.files import (
     CacheKey,
     FilePath,
     add_new_json_lines,
     digest_value,
-    local_copy,
     read_json_lines,
+    read_range,
     replacing,
+    size_in_bytes,
     writing,
 )
 from maxdiffusion.training.data.batches import Sample
@@ -43,6 +45,7 @@ MANIFEST, SKIPPED = "manifest.json", "skipped.jsonl"
 LATENTS, IMAGE = "latents", "image"  # of a clip, and of its first frame and mid grey
 IMAGE_TOKENS = "image_tokens"  # of a first frame
 ENCODED = (LATENTS, IMAGE, IMAGE_TOKENS)
+OPENERS = 16  # shards that are opened at the same time
 Encode = Callable[[np.ndarray], np.ndarray]  # videos [B F Y X 3] in 0..255 -> normalised latents
 EncodeFrames = Callable[[np.ndarray], np.ndarray]  # frames [B Y X 3] in 0..255 -> tokens [B I O]
 Tokenize = Callable[[str], Sequence[int]]
@@ -249,7 +252,7 @@ class CachedClips:
     @cached_property
     def shards(self) -> tuple["Shard", ...]:
         """The shards, opened."""
-        return tuple(Shard(file) for file in self.files)
+        return open_shards(self.files)
 
     @cached_property
     def _ends(self) -> np.ndarray:
@@ -280,32 +283,77 @@ class CachedClips:
         return self.shards[0].shape("ids")[1]
 
 
+INTEGERS = {f"I{8 * size}": np.dtype(f"<i{size}") for size in (1, 2, 4, 8)}
+NUMPY_DTYPES: Mapping[str, np.dtype] = {**FLOAT_DTYPES, **INTEGERS}
+FIRST_READ = 4096  # bytes; most headers are shorter, and each read from object storage takes time
+
+
 class Shard:
-    """Tensors with the same number of rows in one file; reads single rows."""
+    """Tensors with the same number of rows in one safetensors file; reads single rows.
+
+    A row is one read of its bytes, so that a training reads a cache in object storage as it goes:
+    nothing is copied to a disk. Threads may read at once.
+    """
 
     def __init__(self, file: FilePath):
-        self._opened: Any = safe_open(local_copy(file), framework="np")
-        self._slices = {name: self._opened.get_slice(name) for name in self._opened.keys()}  # noqa: SIM118
+        self._file = file
+        first = read_range(file, 0, FIRST_READ)
+        length = int.from_bytes(first[:8], "little")
+        text = first[8 : 8 + length]
+        if len(text) < length:
+            text = read_range(file, 8, length)
+        try:
+            header = json.loads(text)
+            header.pop("__metadata__", None)
+            self._tensors = {name: _tensor(held, 8 + length) for name, held in header.items()}
+            end = max(start + size for start, size, _, _ in self._tensors.values())
+        except (ValueError, KeyError) as error:
+            rule = f"holds {file.name}, which is no shard ({error})"
+            raise ProblemsFound([bad_cache(file.parent, rule)]) from error
+        if end != size_in_bytes(file):
+            rule = f"holds {file.name} of {size_in_bytes(file)} bytes in place of {end}"
+            raise ProblemsFound([bad_cache(file.parent, rule)])
 
     def read(self, row: int, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
         """Returns one row of the tensors (None: of all)."""
-        return {name: self._slices[name][row] for name in names or self._slices}
+        return {name: self._row(name, row) for name in names or self._tensors}
+
+    def _row(self, name: str, row: int) -> np.ndarray:
+        start, size, dtype, shape = self._tensors[name]
+        if not 0 <= row < shape[0]:
+            raise IndexError(f"row {row} of {shape[0]} of {self._file}")
+        bytes_of_row = size // shape[0]
+        content = read_range(self._file, start + row * bytes_of_row, bytes_of_row)
+        return np.frombuffer(content, dtype).reshape(shape[1:])
 
     def held(self, *names: str) -> tuple[str, ...]:
         """Returns those of the names that the file has a tensor for."""
-        return tuple(name for name in names if name in self._slices)
+        return tuple(name for name in names if name in self._tensors)
 
     def whole(self, name: str) -> np.ndarray:
         """Returns a whole tensor."""
-        return self._opened.get_tensor(name)
+        start, size, dtype, shape = self._tensors[name]
+        return np.frombuffer(read_range(self._file, start, size), dtype).reshape(shape)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor."""
-        return tuple(self._slices[name].get_shape())
+        return self._tensors[name][3]
 
     def rows(self, name: str) -> int:
         """Returns the number of rows there are."""
         return self.shape(name)[0]
+
+
+def _tensor(held: Mapping[str, Any], data: int) -> tuple[int, int, np.dtype, tuple[int, ...]]:
+    """Returns first byte, bytes, dtype and shape of a tensor; `data` is the end of the header."""
+    start, stop = held["data_offsets"]
+    return data + start, stop - start, NUMPY_DTYPES[held["dtype"]], tuple(held["shape"])
+
+
+def open_shards(files: Sequence[FilePath]) -> tuple[Shard, ...]:
+    """Returns the shards of files, opened at the same time: each takes a read or two."""
+    with ThreadPoolExecutor(OPENERS) as pool:
+        return tuple(pool.map(Shard, files))
 
 
 TEXT_MANIFEST, EMPTY, TEXT = "text.json", "empty-caption.safetensors", "text"
@@ -374,7 +422,7 @@ class ClipsWithText:
                 f"holds no encoded captions for {len(missing)} of {len(self._clips.files)} shards"
             )
             raise ProblemsFound([bad_cache(folder, rule)])
-        self._text = tuple(Shard(text_file(file)) for file in self._clips.files)
+        self._text = open_shards([text_file(file) for file in self._clips.files])
         self.empty: np.ndarray = Shard(folder / EMPTY).whole(TEXT)
 
     def __len__(self) -> int:

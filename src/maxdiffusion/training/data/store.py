@@ -6,11 +6,11 @@ ClipStore   fills the caches of these sets, and reads them
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
@@ -30,7 +30,7 @@ from maxdiffusion.runtime.files import (
     digest_value,
 )
 from maxdiffusion.runtime.progress import PROGRESS, Advance, steps_bar
-from maxdiffusion.training.data.batches import Samples
+from maxdiffusion.training.data.batches import Samples, SyntheticClips
 from maxdiffusion.training.data.latent_cache import (
     IMAGE,
     IMAGE_TOKENS,
@@ -47,6 +47,7 @@ from maxdiffusion.training.data.latent_cache import (
     shard_file,
     shard_numbers,
 )
+from maxdiffusion.training.data.synthetic import Pool
 from maxdiffusion.training.data.video_folder import (
     ClipSize,
     Sorted,
@@ -69,9 +70,10 @@ from maxdiffusion.training.models import (
 )
 from maxdiffusion.training.settings import caption_length, clip_size, clips
 from maxdiffusion.training.text import Captions, EncodedBefore
-from maxdiffusion.training.wan import StoredText, TextSource, Tokens
+from maxdiffusion.training.wan import Latent, StoredText, TextSource, Tokens
 
-SIZES = "sizes.jsonl"
+SIZES, HELD_OUT = "sizes.jsonl", "held_out"
+RECORDS = "tfrecord"  # a dataset_type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,6 +101,35 @@ def clip_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
         ClipSet(clips=VideoClips(videos=held, size=size), size=size, cache=root / str(size))
         for size, held in found.buckets.items()
     )
+
+
+def held_out_sets(config: Config, spec: WanSpec) -> tuple[ClipSet, ...]:
+    """Returns the clips of evaluations, in caches of their own; none if none are asked for."""
+    if config.eval_every < 1:
+        return ()
+    check_held_out(config)
+    cache = f"{config.latent_cache_dir}/{HELD_OUT}"
+    own = replace(config, train_data_dir=config.eval_data_dir, latent_cache_dir=cache)
+    sets = clip_sets(own, spec)
+    if config.dataset_type != "synthetic":
+        return sets
+    (held,) = sets
+    assert isinstance(held.clips, SyntheticClips)
+    # Combinations of colour, shape and motion that training never sees.
+    unseen = replace(held.clips, pool=Pool.HELD_OUT, count=config.num_eval_samples)
+    return (replace(held, clips=unseen),)
+
+
+def check_held_out(config: Config) -> None:
+    """Raises ProblemsFound unless an evaluation has clips that are not trained on."""
+    name, value, rule = "eval_data_dir", config.eval_data_dir, ""
+    if config.dataset_type != "synthetic" and not value:
+        rule = f"is needed for an evaluation every {config.eval_every} steps"
+    elif value and as_path(value) == as_path(config.train_data_dir):
+        rule = "must not be train_data_dir: clips that are trained on are not held out"
+    if rule:
+        remedy = "Set it to a folder of other clips, or set eval_every=-1"
+        raise ProblemsFound([Problem(name=name, value=value, rule=rule, remedy=remedy)])
 
 
 def bucket_sizes(config: Config) -> tuple[ClipSize, ...]:
@@ -166,12 +197,20 @@ class ClipStore:
     tokenizer: PromptTokenizer
     caption_tokens: int
     image: ImageConditioning
+    trained: int  # the first sets; the others are held out
 
     @classmethod
     def of(
-        cls, config: Config, folder: ModelFolder, spec: WanSpec, sets: Sequence[ClipSet]
+        cls,
+        config: Config,
+        folder: ModelFolder,
+        spec: WanSpec,
+        sets: Sequence[ClipSet],
+        *,
+        held_out: Sequence[ClipSet] = (),
     ) -> "ClipStore":
-        """Returns the store of these clips; encodes nothing yet."""
+        """Returns the store of clips to train on and of held-out ones; encodes nothing yet."""
+        trained, sets = len(sets), (*sets, *held_out)
         image = image_conditioning(config, spec)
         check_lengths([held.size for held in sets], image)
         tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
@@ -188,6 +227,7 @@ class ClipStore:
             tokenizer=tokenizer,
             caption_tokens=tokens,
             image=image,
+            trained=trained,
         )
 
     @property
@@ -201,11 +241,22 @@ class ClipStore:
         """The tokens of the empty caption."""
         return self.tokenizer.ids("", self.config.max_sequence_length)
 
+    def describe(self) -> str:
+        """Returns one line for a report."""
+        clips = sum(len(held.clips) for held in self.sets[: self.trained])
+        sizes = " or ".join(str(held.size) for held in self.sets[: self.trained])
+        return f"{self.config.latent_cache_dir}: {clips} clips of {sizes}"
+
     def latent(self, held: ClipSet) -> LatentShape:
         """Returns the latent shape of the clips of a set."""
         size = held.size
         video = VideoShape(height=size.height, width=size.width, num_frames=size.frames)
         return latent_shape(video, self.spec.vae, self.spec.transformer)
+
+    @property
+    def latents(self) -> list[Latent]:
+        """Frames, rows and columns of the latents of every set."""
+        return [self.latent(held).dims[:3] for held in self.sets]
 
     @property
     def arrays(self) -> tuple[str, ...]:
@@ -302,6 +353,46 @@ class ClipStore:
             needed += FLOAT_BYTES * clips * (self._values(held) + text)
         cache = as_path(self.config.latent_cache_dir)
         check_free_space("latent_cache_dir", cache, needed)
+
+
+@runtime_checkable
+class TrainingStore(Protocol):
+    """Interface of the clips of a config: sets of one size; the first `trained` are trained on."""
+
+    @property
+    def trained(self) -> int: ...
+    @property
+    def latents(self) -> list[Latent]:
+        """Frames, rows and columns of the latents of every set."""
+
+    @property
+    def caption_tokens(self) -> int:
+        """The length to which captions are padded."""
+
+    @property
+    def empty_caption(self) -> tuple[int, ...]:
+        """The tokens of the empty caption."""
+
+    def describe(self) -> str:
+        """Returns one line for a report."""
+
+    def fill(self) -> None:
+        """Encodes whatever is missing."""
+
+    def read(self) -> tuple[tuple[Samples, ...], TextSource]:
+        """Returns the samples of every set, and the source of their captions."""
+
+
+def open_store(config: Config, folder: ModelFolder, spec: WanSpec) -> TrainingStore:
+    """Returns the clips of a config, those of its evaluations included."""
+    if config.dataset_type == RECORDS:
+        from maxdiffusion.training.data.records import open_records  # for records alone
+
+        if config.eval_every > 0:
+            check_held_out(config)
+        return open_records(config, folder, spec)
+    held_out = held_out_sets(config, spec)
+    return ClipStore.of(config, folder, spec, clip_sets(config, spec), held_out=held_out)
 
 
 def _share() -> Share:

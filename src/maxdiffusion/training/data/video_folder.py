@@ -1,8 +1,10 @@
-"""Clips from a folder of videos with captions, sorted into buckets of one size each.
+"""Clips from a folder of videos and images with captions, sorted into buckets of one size each.
 
 Captions are in `name.txt` for `name.mp4`, or in captions.jsonl, one object per line:
 
     {"file": "name.mp4", "caption": "..."}
+
+An image is a clip of one frame, so buckets of one frame take images, and those of more take videos.
 """
 
 import json
@@ -11,12 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image, ImageOps
+
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.runtime.files import FilePath, append_json_lines, read_json_lines
 from maxdiffusion.runtime.video import VideoError, measure_video, read_clip
 from maxdiffusion.training.data.batches import Sample
 
 CAPTIONS = "captions.jsonl"
+IMAGES = frozenset({".png", ".jpg", ".jpeg", ".webp"})
+CLIPS = IMAGES | {".mp4"}
 Captioned = tuple[Path, str]  # a video file and its caption
 
 
@@ -65,6 +73,8 @@ class VideoClips:
         found = size_of(file)
         if not found.covers(size):
             raise UnusableClip(f"{file}: is {found}, and {size} (frames, height, width) is needed")
+        if is_image(file):
+            return {"video": cover(open_image(file), size.height, size.width)[None]}
         try:
             video = read_clip(file, frames=size.frames, height=size.height, width=size.width)
         except VideoError as error:
@@ -82,8 +92,30 @@ class VideoClips:
         }
 
 
+def is_image(file: Path) -> bool:
+    """Returns whether a file is an image, by its name."""
+    return file.suffix.lower() in IMAGES
+
+
+def open_image(file: Path) -> Image.Image:
+    """Returns an image in RGB, turned upright. Raises UnusableClip."""
+    try:
+        with Image.open(file) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except (OSError, ValueError, Image.DecompressionBombError) as error:
+        raise UnusableClip(f"{file}: could not be read as an image ({error})") from error
+
+
+def cover(image: Image.Image, height: int, width: int) -> UInt8[np.ndarray, "Y X 3"]:
+    """Returns an image scaled to cover a size and cropped at the centre, as `read_clip` does."""
+    return np.asarray(ImageOps.fit(image, (width, height), Image.Resampling.BICUBIC))
+
+
 def size_of(file: Path) -> ClipSize:
-    """Returns the size of a video. Raises UnusableClip."""
+    """Returns the size of a video or an image. Raises UnusableClip."""
+    if is_image(file):
+        width, height = open_image(file).size
+        return ClipSize(frames=1, height=height, width=width)
     try:
         frames, height, width = measure_video(file)
     except VideoError as error:
@@ -105,7 +137,7 @@ def videos_in(folder: Path) -> tuple[Captioned, ...]:
         if not text or not file.is_file()
     ]
     if not pairs:
-        problems.append(_wrong(folder, f"holds no .mp4 and no {CAPTIONS}"))
+        problems.append(_wrong(folder, f"holds no .mp4, no image and no {CAPTIONS}"))
     if problems:
         raise ProblemsFound(problems)
     return tuple(sorted(pairs))
@@ -124,10 +156,11 @@ def _listed(table: Path) -> Iterator[Captioned]:
 
 
 def _same_names(folder: Path) -> Iterator[Captioned]:
-    videos = {file.stem: file for file in folder.glob("*.mp4")}
+    clips = [file for file in folder.iterdir() if file.suffix.lower() in CLIPS]
     texts = {file.stem: file.read_text(encoding="utf-8").strip() for file in folder.glob("*.txt")}
-    for stem in {*videos, *texts}:
-        yield videos.get(stem, folder / f"{stem}.mp4"), texts.get(stem, "")
+    yield from ((file, texts.get(file.stem, "")) for file in clips)
+    for stem in {*texts} - {file.stem for file in clips}:
+        yield folder / f"{stem}.mp4", texts[stem]
 
 
 def _wrong(path: Path, rule: str) -> Problem:
