@@ -63,6 +63,19 @@ def test_public_keys_and_the_chip_give_the_format(arguments, kind, expected):
 
 
 @pytest.mark.parametrize(
+    ("weight_format", "expected"),
+    [
+        (None, "bfloat16"),
+        (WeightFormat(dtype=INT8), "bfloat16"),
+        (INT8_PER_TOKEN, "int8"),
+        (WeightFormat(dtype=FLOAT8, activations=Activations.PER_TOKEN), "float8_e4m3fn"),
+    ],
+)
+def test_bounds_follow_the_dtype_of_both_operands(weight_format, expected):
+    assert replace(Precision.of("bfloat16"), weight_format=weight_format).product_dtype == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("quantization=int8",), "quantization='int8': has no effect without use_qwix_quantiz"),
