@@ -29,7 +29,12 @@ FILES = {
     "4 steps": "wan22_4step.yml",
     "I2V in 4 steps": "wan22_i2v_4step.yml",
 }
-CACHES = {"mag": "use_magcache=true", "cfg": "use_cfg_cache=true", "sen": "use_sen_cache=true"}
+CACHES = {
+    "mag": "use_magcache=true",
+    "cfg": "use_cfg_cache=true",
+    "sen": "use_sen_cache=true",
+    "taylor": "use_taylor_cache=true",
+}
 RATIOS = f"mag_ratios_base={[0.99] * 80}"
 NO_LORA = "enable_lora=false"
 EIGHT = ("ici_data_parallelism=2", "ici_fsdp_parallelism=1")
@@ -79,6 +84,8 @@ PAIRS = [
     *each_cache("T2V", "guidance_scale_low=1", refused="guidance"),
     pair("T2V", CACHES["mag"], RATIOS, *UNGUIDED),
     pair("T2V", CACHES["sen"], *UNGUIDED),
+    pair("T2V", CACHES["taylor"], *UNGUIDED),
+    pair("T2V", CACHES["taylor"], "num_inference_steps=19", refused="at least 20 steps"),
     pair("T2V", CACHES["cfg"], *UNGUIDED, refused="needs guidance at every step"),
     # Caches and guidance on a data axis.
     *each_cache("T2V", *EIGHT),

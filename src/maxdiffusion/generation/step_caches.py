@@ -1,19 +1,19 @@
 """Step cache of a config: which one, with which ratios; raises what does not go together."""
 
 from maxdiffusion.config import Config
+from maxdiffusion.config.job_fields import STEP_CACHES
 from maxdiffusion.diffusion.caches.magcache import MagCache, MagRatios, published_ratios
 from maxdiffusion.diffusion.denoise import StepCache
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.pipelines.spec import WanSpec
 
-KEYS = ("use_magcache", "use_cfg_cache", "use_sen_cache")
 A14B = (40, 5120)
 TALL = 720
 
 
 def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
     """Returns the step cache of a config; None if it asks for none."""
-    used = [name for name in KEYS if config.values[name]]
+    used = [name for name in STEP_CACHES if config.values[name]]
     if not used:
         return None
     check_steps_of_cache(config, spec, used)
@@ -25,6 +25,10 @@ def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
         from maxdiffusion.diffusion.caches.sen_cache import SenCache
 
         return SenCache()
+    if config.use_taylor_cache:
+        from maxdiffusion.diffusion.caches.taylor_cache import TaylorCache
+
+        return TaylorCache(interval=config.taylor_cache_interval)
     return MagCache(
         ratios=mag_ratios(config, spec),
         threshold=config.magcache_thresh,
