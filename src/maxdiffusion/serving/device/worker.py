@@ -8,6 +8,7 @@ alone. With several processes the first one takes the jobs, and all of them agre
 and after every step on what is cancelled, on what is compiled and on whether to stop.
 """
 
+import atexit
 import functools
 import json
 import logging
@@ -364,15 +365,14 @@ class Worker:
             self._writing.shutdown(wait=True)
 
     def leave(self) -> None:
-        """Ends the process if it compiles: nothing interrupts that, and no job needs it now.
+        """Lets the process end while it compiles: nothing interrupts that, and no job needs it.
 
-        With several processes the end is agreed on, and the grace period of the stop applies.
+        Python would free what the compiler uses, and crash. Everything else is closed before: with
+        several processes their common end, too.
         """
-        if self._programs.is_busy and not is_multiprocess():
+        if self._programs.is_busy:
             logger.info("stopped while programs were compiled in the background")
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(0)
+            atexit.register(end_now)
 
     def _wake(self) -> None:
         if self._queue is not None:
@@ -567,6 +567,13 @@ class Worker:
                 self._previews.save(state / PREVIEW_FILE)
             except OSError as error:
                 logger.warning("the fit of previews was not stored: %s", error.strerror)
+
+
+def end_now() -> None:
+    """Ends the process as it is, with success."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def keep_latents(work: Work, latents: np.ndarray) -> None:
