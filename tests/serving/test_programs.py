@@ -99,6 +99,7 @@ def test_the_kind_that_was_not_used_for_the_longest_time_makes_room(monkeypatch)
         process.programs.compile_now("served", {"size": "served"})
     compiled(both, "small", "large")
     first.programs.use("small")
+    first.programs.choose()
     compiled(both, "third")
     assert [first.programs.is_ready(kind) for kind in ("served", "small", "third")] == [True] * 3
     assert not first.programs.is_ready("large")
@@ -109,14 +110,17 @@ def test_the_kind_that_was_not_used_for_the_longest_time_makes_room(monkeypatch)
     assert first.held == second.held == {"encoder", "served", "third", "large"}
 
 
-def test_programs_in_use_or_in_the_compiler_do_not_go(monkeypatch):
+def test_programs_that_are_needed_or_in_the_compiler_do_not_go(monkeypatch):
     monkeypatch.setattr(programs, "MOST_KINDS", 2)
     first = Process()
     compiled([first], "small")
-    first.programs.run("small")
     assert first.programs.order("large", {"size": "large"})
+    first.programs.choose()
+    first.programs.use("small")  # a job of this kind may be taken
     assert not first.programs.order("third", {"size": "third"})
-    first.programs.run("other")
+    first.programs.run("small")
+    assert not first.programs.order("third", {"size": "third"})
+    first.programs.choose()  # it has ended
     assert first.programs.order("third", {"size": "third"})
     assert not first.programs.is_ready("small")
 

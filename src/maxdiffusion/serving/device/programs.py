@@ -53,7 +53,7 @@ class BackgroundPrograms:
         self._compile, self._free, self._explain, self._wake = compile_kind, free, explain, wake
         self._numbers: dict[Hashable, int] = {}
         self._ready: set[Hashable] = set()
-        self._running: Hashable = None
+        self._needed: set[Hashable] = set()  # by the job that runs, or may be taken next
         self._unsent: list[Order] = []
         self._waiting: SimpleQueue[Order] = SimpleQueue()
         self._finished: dict[int, Failure | None] = {}  # on this process
@@ -84,10 +84,10 @@ class BackgroundPrograms:
     def order(self, kind: Hashable, fields: Mapping[str, Any]) -> bool:
         """Asks for the programs of a kind, once; the first process calls it.
 
-        Returns False if there is no room yet: all kinds are being compiled.
+        Returns False if there is no room yet: all kinds are needed or being compiled.
         """
         if kind in self._numbers:
-            self.use(kind)
+            self._numbers[kind] = self._numbers.pop(kind)
             return True
         replaces = None
         if len(self._numbers) >= MOST_KINDS:
@@ -100,18 +100,22 @@ class BackgroundPrograms:
         self._next += 1
         return True
 
+    def choose(self) -> None:
+        """Notes that no job runs, and that the next ones are chosen."""
+        self._needed = set()
+
     def use(self, kind: Hashable) -> None:
-        """Notes that a job of this kind is about to run, or waits for it."""
+        """Notes that a job of this kind may be taken; it keeps its programs until `run`."""
+        self._needed.add(kind)
         if kind in self._numbers:
             self._numbers[kind] = self._numbers.pop(kind)
 
     def run(self, kind: Hashable) -> None:
-        """Notes the kind that runs until the next call; it keeps its programs."""
-        self._running = kind
-        self.use(kind)
+        """Notes the kind that runs until `choose`; it keeps its programs."""
+        self._needed = {kind}
 
     def _may_go(self, kind: Hashable) -> bool:
-        return self._numbers[kind] in self._agreed and kind != self._running
+        return self._numbers[kind] in self._agreed and kind not in self._needed
 
     # Agreement
 

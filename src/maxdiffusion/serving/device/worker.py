@@ -381,6 +381,7 @@ class Worker:
     def _next_jobs(self, queue: JobQueue | None) -> list[Job]:
         def take() -> list[dict[str, Any]]:
             assert queue is not None
+            self._programs.choose()
             jobs = queue.take(
                 self._job.shape.videos,
                 wait_seconds=IDLE_SECONDS,
