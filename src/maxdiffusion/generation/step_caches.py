@@ -14,9 +14,8 @@ TALL = 720
 def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
     """Returns the step cache of a config; None if it asks for none."""
     used = [name for name in STEP_CACHES if config.values[name]]
-    if not used:
-        return None
-    check_steps_of_cache(config, spec, used)
+    if used:
+        check_steps_of_cache(config, spec, used)
     if config.use_cfg_cache:
         from maxdiffusion.diffusion.caches.cfg_cache import CfgCache
 
@@ -29,12 +28,14 @@ def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
         from maxdiffusion.diffusion.caches.taylor_cache import TaylorCache
 
         return TaylorCache(interval=config.taylor_cache_interval)
-    return MagCache(
-        ratios=mag_ratios(config, spec),
-        threshold=config.magcache_thresh,
-        max_skips=config.magcache_K,
-        retention=config.retention_ratio,
-    )
+    if config.use_magcache:
+        return MagCache(
+            ratios=mag_ratios(config, spec),
+            threshold=config.magcache_thresh,
+            max_skips=config.magcache_K,
+            retention=config.retention_ratio,
+        )
+    return None
 
 
 def check_steps_of_cache(config: Config, spec: WanSpec, used: list[str]) -> None:
