@@ -52,6 +52,28 @@ def test_bounds(chip, devices, batch, spec, aware):
     assert bounds.head_dim_aware == pytest.approx(aware, rel=6e-4, abs=6e-4)
 
 
+@pytest.mark.parametrize(
+    ("chip", "dtype", "share"),
+    [
+        ("tpu7x", "float8_e4m3fn", 0.5),
+        ("tpu7x", "int8", 1.0),
+        ("v6e", "int8", 0.5),
+        ("v6e", "float8_e4m3fn", 1.0),
+        ("v5p", "float32", 1.0),
+    ],
+)
+def test_products_of_blocks_run_at_the_peak_of_their_dtype(chip, dtype, share):
+    flops = forward_flops(A14B, tokens=TOKENS, text_length=512)
+    plain, eight_bit = (
+        step_bounds(flops, CHIPS[chip], devices=8, head_dim=128, product_dtype=name)
+        for name in ("bfloat16", dtype)
+    )
+    saved = (634.2 + 317.1 + 856.1) * 1e12 * (1 - share) / (8 * CHIPS[chip].bf16_flops)
+    assert plain.spec - eight_bit.spec == pytest.approx(saved, rel=1e-3)
+    assert plain.head_dim_aware - eight_bit.head_dim_aware == pytest.approx(saved, rel=1e-3)
+    assert eight_bit.peak_flops == CHIPS[chip].bf16_flops
+
+
 def test_mfu_is_work_over_peak():
     flops = forward_flops(A14B, tokens=TOKENS, text_length=512, batch=2)
     bounds = step_bounds(flops, CHIPS["tpu7x"], devices=8, head_dim=128)

@@ -139,6 +139,7 @@ OPERATIONS = {
     "MagCache": MAGCACHE,
     "CFG cache": ("use_cfg_cache=true",),
     "SenCache": ("use_sen_cache=true",),
+    "Taylor cache": ("use_taylor_cache=true", "num_inference_steps=20"),
     "no guidance": ("guidance_scale_high=1", "guidance_scale_low=1"),
 }
 
@@ -199,6 +200,12 @@ def test_numbers_of_a_run_are_arguments_of_its_programs(config, overrides):
 def test_thresholds_of_magcache_choose_among_the_same_programs(config):
     other = (*MAGCACHE, "magcache_thresh=0.2", "magcache_K=4", "retention_ratio=0.3")
     assert steps_of(config, *MAGCACHE) == steps_of(config, *other)
+
+
+@pytest.mark.slow
+def test_the_interval_of_the_taylor_cache_chooses_among_the_same_programs(config):
+    taylor = OPERATIONS["Taylor cache"]
+    assert steps_of(config, *taylor) == steps_of(config, *taylor, "taylor_cache_interval=3")
 
 
 def weights_key(config, *overrides):

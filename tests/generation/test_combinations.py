@@ -29,11 +29,18 @@ FILES = {
     "4 steps": "wan22_4step.yml",
     "I2V in 4 steps": "wan22_i2v_4step.yml",
 }
-CACHES = {"mag": "use_magcache=true", "cfg": "use_cfg_cache=true", "sen": "use_sen_cache=true"}
+CACHES = {
+    "mag": "use_magcache=true",
+    "cfg": "use_cfg_cache=true",
+    "sen": "use_sen_cache=true",
+    "taylor": "use_taylor_cache=true",
+}
 RATIOS = f"mag_ratios_base={[0.99] * 80}"
 NO_LORA = "enable_lora=false"
 EIGHT = ("ici_data_parallelism=2", "ici_fsdp_parallelism=1")
 LIST = ("denoising_step_list=[1000, 750, 500, 250]", "num_inference_steps=4")
+EIGHT_BIT = ("use_qwix_quantization=true",)
+FORMATS = ("int8", "fp8", "fp8_full")
 UNGUIDED = ("guidance_scale_high=1", "guidance_scale_low=1")
 
 
@@ -79,6 +86,8 @@ PAIRS = [
     *each_cache("T2V", "guidance_scale_low=1", refused="guidance"),
     pair("T2V", CACHES["mag"], RATIOS, *UNGUIDED),
     pair("T2V", CACHES["sen"], *UNGUIDED),
+    pair("T2V", CACHES["taylor"], *UNGUIDED),
+    pair("T2V", CACHES["taylor"], "num_inference_steps=19", refused="at least 20 steps"),
     pair("T2V", CACHES["cfg"], *UNGUIDED, refused="needs guidance at every step"),
     # Caches and guidance on a data axis.
     *each_cache("T2V", *EIGHT),
@@ -130,6 +139,12 @@ PAIRS = [
     *each_cache("T2V", "lora_rank=8"),
     pair("T2V", "lora_rank=8", *LIST),
     pair("T2V", "lora_rank=8", "guidance_end_step=20", *EIGHT),
+    # 8-bit weights: adapters are fused before weights are rounded, or stay in the model's dtype.
+    *[pair("T2V", *EIGHT_BIT, f"quantization={name}", "lora_rank=8") for name in FORMATS],
+    pair("4 steps", *EIGHT_BIT, "quantization=fp8_full", NO_LORA),
+    *each_cache("T2V", *EIGHT_BIT, "quantization=int8", *EIGHT),
+    pair("I2V", *EIGHT_BIT, "quantization=int8", "lora_rank=8", "guidance_end_step=20", *EIGHT),
+    pair("VACE", *EIGHT_BIT, "quantization=fp8", "lora_rank=8"),
 ]
 
 

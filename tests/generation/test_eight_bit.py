@@ -63,6 +63,19 @@ def test_public_keys_and_the_chip_give_the_format(arguments, kind, expected):
 
 
 @pytest.mark.parametrize(
+    ("weight_format", "expected"),
+    [
+        (None, "bfloat16"),
+        (WeightFormat(dtype=INT8), "bfloat16"),
+        (INT8_PER_TOKEN, "int8"),
+        (WeightFormat(dtype=FLOAT8, activations=Activations.PER_TOKEN), "float8_e4m3fn"),
+    ],
+)
+def test_bounds_follow_the_dtype_of_both_operands(weight_format, expected):
+    assert replace(Precision.of("bfloat16"), weight_format=weight_format).product_dtype == expected
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("quantization=int8",), "quantization='int8': has no effect without use_qwix_quantiz"),
@@ -157,7 +170,9 @@ def latents(weight_format: WeightFormat, shape: MeshShape) -> np.ndarray:
 
 @pytest.mark.slow
 def test_eight_devices_make_the_video_of_one():
-    alone = latents(WeightFormat(dtype=INT8), MeshShape())
-    shared = latents(WeightFormat(dtype=INT8), MeshShape(fsdp=2, ring=2, tensor=2))
-    # Weights are equal to the bit; float32 sums differ in their order, as without quantization.
-    np.testing.assert_allclose(shared, alone, rtol=0, atol=5e-5)
+    alone = latents(INT8_PER_TOKEN, MeshShape())
+    shared = latents(INT8_PER_TOKEN, MeshShape(fsdp=2, ring=2, tensor=2))
+    # Weights are equal to the bit. Sums of int8 products are exact; other float32 sums differ in
+    # their order, and now and then let an activation round the other way. Rounding activations
+    # moves latents by 0.05 on average, and this may move them by a hundredth of that.
+    assert np.abs(shared - alone).mean() < 5e-4

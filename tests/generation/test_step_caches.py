@@ -3,9 +3,11 @@
 import pytest
 
 from maxdiffusion.config import load_config
+from maxdiffusion.config.job_fields import STEP_CACHES
 from maxdiffusion.diffusion.caches.cfg_cache import CfgCache
 from maxdiffusion.diffusion.caches.magcache import MagRatios
 from maxdiffusion.diffusion.caches.sen_cache import SenCache
+from maxdiffusion.diffusion.caches.taylor_cache import TaylorCache
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.generation.settings import run_plan, step_cache
 from maxdiffusion.pipelines.spec import open_wan_folder
@@ -46,6 +48,8 @@ def test_published_ratios_of_a_released_model():
 def test_the_public_keys_select_the_cache():
     assert cache_of(BASE, "use_cfg_cache=true") == CfgCache(height=720)
     assert cache_of(BASE, "use_sen_cache=true") == SenCache()
+    assert cache_of(BASE, "use_taylor_cache=true") == TaylorCache(interval=2)
+    assert cache_of(BASE, "use_taylor_cache=true", "taylor_cache_interval=3").interval == 3
 
 
 def test_given_ratios_come_first():
@@ -69,16 +73,16 @@ def test_published_ratios_belong_to_a_shift_and_a_boundary():
 
 
 def test_one_cache_at_a_time():
-    found = problems_of(BASE, "use_magcache=true", "use_cfg_cache=true", "use_sen_cache=true")
-    assert set(found) == {"use_cfg_cache", "use_sen_cache"}
+    found = problems_of(BASE, *(f"{name}=true" for name in STEP_CACHES))
+    assert set(found) == {*STEP_CACHES[1:]}
 
 
-@pytest.mark.parametrize("name", ["use_magcache", "use_cfg_cache", "use_sen_cache"])
+@pytest.mark.parametrize("name", STEP_CACHES)
 def test_few_step_models_have_no_steps_to_spare(name):
     steps = ("denoising_step_list=[1000, 750, 500, 250]", "num_inference_steps=4")
     assert name in problems_of(BASE, f"{name}=true", *steps)
 
 
-@pytest.mark.parametrize("name", ["use_magcache", "use_cfg_cache", "use_sen_cache"])
+@pytest.mark.parametrize("name", STEP_CACHES)
 def test_guidance_that_ends_early_is_refused(name):
     assert name in problems_of(BASE, f"{name}=true", "guidance_end_step=10")

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from maxdiffusion.serving.store import JobStore, Waiting, open_database
 from tests.multihost.launching import TINY, Started, launched
 
 COMMAND = ("-m", "maxdiffusion.serve_wan", TINY, "height=32", "width=32", "num_frames=5")
+STOP_SECONDS = 25  # the default of serve_stop_seconds
 OPTIONS = (
     *("num_inference_steps=4", "serve_port=0", "serve_free_bytes=0", "max_sequence_length=64"),
     *("ici_data_parallelism=2", "ici_context_parallelism=4", "serve_other_sizes=compile"),
@@ -45,6 +47,15 @@ def shows_preview(address: str, identifier: str) -> bool:
             return answer.read(4) == b"RIFF"
     except urllib.error.HTTPError:
         return False
+
+
+def queued_jobs(state: Path) -> list[Waiting]:
+    """Returns the jobs that a server has left in its queue."""
+    store = JobStore(open_database("", state))
+    try:
+        return store.waiting()
+    finally:
+        store.close()
 
 
 def address_of(first: Started) -> str:
@@ -84,8 +95,15 @@ def test_two_processes_serve_cancel_and_stop(command: tuple[object, ...], tmp_pa
         assert made["size"] == "64x32"
         names = sorted(path.suffix for path in (tmp_path / "videos").glob("*.*"))
         assert names == [*[".jpg"] * 3, *[".mp4"] * 3, *[".webp"] * 3]
+        # SIGTERM while both compile in the background: nothing interrupts a compilation.
+        last = call(address, "POST", "/v1/videos", prompt | {"size": "96x64"})["id"]
+        wait_for(address, last, lambda video: video["stage"] == "compiling")
         first.kill(signal.SIGTERM)
+        stopped = time.monotonic()
         assert (first.end(), second.end()) == (0, 0), first.output + second.output
+        assert time.monotonic() - stopped < STOP_SECONDS
+        (job,) = queued_jobs(tmp_path / "state")
+        assert job.id == last
 
 
 def test_a_dead_process_ends_the_server_with_its_name(command: tuple[object, ...]) -> None:

@@ -36,6 +36,7 @@ from tests.multihost.launching import ROOT, TINY
 MODEL = ROOT / "tests" / "goldens" / "wan22_t2v"
 # One attention name for each context-parallel scheme, with the kernel that compiles quickest.
 NAMES = ("flash", "ring", "ulysses", "ulysses_ring", "ulysses_ring_custom_bidir")
+EIGHT_BIT = ("use_qwix_quantization=true", "quantization=int8", "quantize_activations=always")
 QUICK = Timeouts(join=60, heartbeat=60, hang=2)
 
 
@@ -49,18 +50,25 @@ def context_parallel(folder: Path) -> None:
 
     for name in NAMES:
         generate(read_config([str(TINY), *arguments(name, folder)]), check_latents=keep)
+    if jax.process_count() <= 2:
+        name = "int8"  # weights and activations
+        given = arguments("flash", folder, *EIGHT_BIT, output=name)
+        generate(read_config([str(TINY), *given]), check_latents=keep)
     if jax.process_index() == 0:
         np.savez(folder / f"latents_{jax.process_count()}.npz", **found)
 
 
-def arguments(attention: str, folder: Path) -> tuple[str, ...]:
+def arguments(
+    attention: str, folder: Path, *more: str, output: str | None = None
+) -> tuple[str, ...]:
     """A small video: 8 tokens over eight devices, and a step for both experts."""
     count = jax.process_count()
     return (
         *(f"pretrained_model_name_or_path={MODEL}", f"attention={attention}"),
         *("height=32", "width=32", "num_frames=5", "num_inference_steps=2", "seed=5"),
         *("ici_ring_parallelism=4", "ici_ulysses_parallelism=2", "per_device_batch_size=0.125"),
-        *(f"output_dir={folder / f'{attention}_{count}'}", f"jax_cache_dir={folder / str(count)}"),
+        *(f"output_dir={folder / f'{output or attention}_{count}'}", *more),
+        f"jax_cache_dir={folder / str(count)}",
     )
 
 

@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import threading
+from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +15,7 @@ import pytest
 from maxdiffusion import WanPipeline
 from maxdiffusion.errors import ProblemsFound, RunFailed
 from maxdiffusion.pipelines.request import request_from_arguments
+from maxdiffusion.pipelines.wan import noting_programs
 from tests.marking import slow_except
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -183,3 +187,26 @@ def test_latents_that_are_not_finite_stop_the_run_by_step_and_expert(
     experts = replace(experts, low_noise=replace(experts.low_noise, weights=spoiled))
     with pytest.raises(RunFailed, match=r"step 3 of 6 .*low-noise expert"):
         list(pipeline.denoise(request, experts))
+
+
+def test_programs_are_noted_by_the_thread_that_uses_them_and_can_be_dropped():
+    pipeline = object.__new__(WanPipeline)
+    made: list[str] = []
+    pipeline._programs = {}
+    pipeline.builder = SimpleNamespace(compile=lambda name, lowered: made.append(name) or lowered)
+
+    def use(*names):
+        for name in names:
+            pipeline._program((name, 1), lambda: print)
+
+    keys: set[Hashable] = set()
+    with noting_programs(keys):
+        use("start", "decode")
+        other = threading.Thread(target=use, args=("denoise_step",))
+        other.start()
+        other.join()
+    use("encode")
+    assert keys == {("start", 1), ("decode", 1)}
+    pipeline.drop_programs(keys)
+    use("denoise_step", "encode", "start")
+    assert made == ["start", "decode", "denoise_step", "encode", "start"]

@@ -185,12 +185,12 @@ def break_seeds(worker: Any) -> None:
 
     compile_all = worker.Worker._compile_kind
 
-    def compile_or_wait(self: Any, fields: Any) -> None:
+    def compile_or_wait(self: Any, fields: Any, keys: Any) -> None:
         if fields["width"] == 64:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: by the test")
         while fields["width"] == 48 and not (self.files._folder.parents[1] / "compile").exists():
             time.sleep(0.02)
-        compile_all(self, fields)
+        compile_all(self, fields, keys)
 
     worker.Worker._compile_kind = compile_or_wait
     worker.VideoPipeline.decode, worker.write_file = decode_or_fail, write_or_fail

@@ -1,4 +1,4 @@
-"""Adapters of a real server: strengths change between videos, and nothing is compiled for them."""
+"""Adapters of a real server with 8-bit weights: strengths change, and nothing is compiled."""
 
 import json
 from pathlib import Path
@@ -31,6 +31,7 @@ def test_strengths_change_between_videos_without_compiling(tmp_path):
     server = RealServer(
         tmp_path,
         *("height=32", "width=32", "enable_lora=true", "lora_rank=8"),
+        *("use_qwix_quantization=true", "quantization=int8"),
         f"lora_config={json.dumps(table)}",
     )
     try:
@@ -46,7 +47,9 @@ def test_strengths_change_between_videos_without_compiling(tmp_path):
         none, full, half, none_again = contents
         assert none == none_again
         assert len({none, full, half}) == 3
-        assert "in the background" not in server.log.read_text()
+        said = server.log.read_text()
+        assert "in the background" not in said
+        assert "lossy: int8 weights of blocks" in said
         assert "lora_ink_on_paper" in server.call("GET", "/v1/server")["fields"]
     finally:
         server.end()

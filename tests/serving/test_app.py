@@ -244,6 +244,31 @@ def test_position_and_estimate(server, client):
     assert urgent["queue_position"] == 0
 
 
+def test_jobs_that_wait_for_programs_are_passed_and_batches_start_together(server, client):
+    held, one, other, two = (
+        create(client, num_inference_steps=steps)["id"] for steps in (8, 10, 12, 10)
+    )
+
+    def positions():
+        videos = [client.get(f"/v1/videos/{name}").json() for name in (held, one, other, two)]
+        return [video["queue_position"] for video in videos]
+
+    assert positions() == [0, 1, 2, 3]
+    server.queue.hold(held, "Its programs are compiled.")
+    assert positions() == [0, 0, 1, 2]
+    assert client.get(f"/v1/videos/{held}").json()["eta_seconds"] is None
+    server.queue.take(2, wait_seconds=0.01, held=lambda job: True)  # states the batch size
+    server.queue.hold(held, "Its programs are still compiled.")
+    assert positions() == [0, 0, 2, 0]
+    server.queue.release(held)
+    assert positions() == [0, 1, 3, 1]
+    (taken,) = server.queue.take(2, wait_seconds=0.01)
+    assert taken.id == held
+    assert positions() == [None, 0, 2, 0]
+    client.delete(f"/v1/videos/{one}")
+    assert client.get(f"/v1/videos/{other}").json()["queue_position"] == 0
+
+
 def test_unknown_paths_and_methods_are_error_objects(client):
     for answer in (client.get("/v1/nothing"), client.put("/v1/videos")):
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

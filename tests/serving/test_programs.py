@@ -12,14 +12,16 @@ class Process:
     """One process: records what it compiles; compiling waits for `go`."""
 
     def __init__(self):
-        self.go, self.compiled = threading.Semaphore(0), []
+        self.go, self.compiled, self.held = threading.Semaphore(0), [], set()
         self.programs = BackgroundPrograms(
-            self.compile, lambda error: ("no", str(error)), lambda: None
+            self.compile, self.held.difference_update, lambda error: ("no", str(error)), int
         )
 
-    def compile(self, fields):
+    def compile(self, fields, keys):
         assert self.go.acquire(timeout=10)
         self.compiled.append(fields["size"])
+        keys |= {"encoder", fields["size"]}
+        self.held |= keys
         if fields["size"] == "huge":
             raise ValueError("too large")
 
@@ -77,13 +79,57 @@ def test_a_failure_on_one_process_is_one_of_the_kind_and_others_go_on():
     assert first.programs.failure("unknown") is None
 
 
-def test_the_number_of_kinds_is_limited(monkeypatch):
+def compiled(processes, *sizes):
+    """Orders kinds, and waits until all processes have them."""
+    for size in sizes:
+        assert processes[0].programs.order(size, {"size": size})
+    for process in processes:
+        process.go.release(len(sizes))
+    agree(*processes)
+    for process in processes:
+        wait_until(lambda one=process: not one.programs.is_busy)
+    agree(*processes)
+
+
+def test_the_kind_that_was_not_used_for_the_longest_time_makes_room(monkeypatch):
+    monkeypatch.setattr(programs, "MOST_KINDS", 2)
+    first, second = both = Process(), Process()
+    for process in both:
+        process.go.release()
+        process.programs.compile_now("served", {"size": "served"})
+    compiled(both, "small", "large")
+    first.programs.use("small")
+    first.programs.choose()
+    compiled(both, "third")
+    assert [first.programs.is_ready(kind) for kind in ("served", "small", "third")] == [True] * 3
+    assert not first.programs.is_ready("large")
+    # Programs that other kinds have too are kept, on all processes.
+    assert first.held == second.held == {"encoder", "served", "small", "third"}
+    compiled(both, "large")
+    assert first.programs.is_ready("large")
+    assert first.held == second.held == {"encoder", "served", "third", "large"}
+
+
+def test_programs_that_are_needed_or_in_the_compiler_do_not_go(monkeypatch):
     monkeypatch.setattr(programs, "MOST_KINDS", 2)
     first = Process()
-    first.programs.add("served")
-    for size in ("small", "large"):
-        assert first.programs.failure(size) is None
-        first.programs.order(size, {"size": size})
-    assert first.programs.failure("third")[0] == "too_many_kinds"
-    assert first.programs.failure("small") is None
-    assert first.programs.failure("served") is None
+    compiled([first], "small")
+    assert first.programs.order("large", {"size": "large"})
+    first.programs.choose()
+    first.programs.use("small")  # a job of this kind may be taken
+    assert not first.programs.order("third", {"size": "third"})
+    first.programs.run("small")
+    assert not first.programs.order("third", {"size": "third"})
+    first.programs.choose()  # it has ended
+    assert first.programs.order("third", {"size": "third"})
+    assert not first.programs.is_ready("small")
+
+
+def test_a_kind_that_failed_makes_room(monkeypatch):
+    monkeypatch.setattr(programs, "MOST_KINDS", 1)
+    first = Process()
+    compiled([first], "huge")
+    assert first.programs.failure("huge") is not None
+    compiled([first], "small")
+    assert first.programs.failure("huge") is None
+    assert first.programs.is_ready("small")

@@ -319,7 +319,8 @@ COMPARE_QUALITY = Command(
     exact, other rounding         other_dtype, data_axis, tensor_axis, ulysses, ring,
                                   ulysses_ring, fixed_m
     lossy                         fp8_attention, int8, fp8, fp8_full, magcache, cfg_cache,
-                                  sen_cache, guidance_cutoff, half_steps, four_steps
+                                  sen_cache, taylor_cache, guidance_cutoff, half_steps,
+                                  four_steps
 
 """
     f"docs/quality.md explains the figures. {ALL_KEYS}",

@@ -29,6 +29,9 @@ NON_NEGATIVE = Integer(minimum=0)
 RATIOS = ListOf(Number(above=0))
 NO_PRESETS: FrozenDict[object] = FrozenDict()
 
+STEP_CACHES = ("use_magcache", "use_cfg_cache", "use_sen_cache", "use_taylor_cache")
+"""Fields that turn on a step cache."""
+
 
 @field_group
 class StepFields:
@@ -90,6 +93,14 @@ class StepFields:
     )
     use_sen_cache: bool = setting(
         False, "Lossy: repeat the last prediction while the latents move little (SenCache)."
+    )
+    use_taylor_cache: bool = setting(
+        False, "Lossy: continue the last two predictions in a straight line (TaylorSeer)."
+    )
+    taylor_cache_interval: int = setting(
+        2,
+        "Taylor cache: steps from one computed step to the next, in the middle of a run.",
+        Integer(minimum=2, maximum=3),
     )
 
 

@@ -83,6 +83,10 @@ class Chip:
         """Returns the duration of `cycles`."""
         return cycles / self.clock_hz
 
+    def rate(self, dtype: str) -> float:
+        """Returns the speed of products of this dtype, as a multiple of that of bfloat16."""
+        return 2.0 if dtype in self.double_rate else 1.0
+
     def score_share(self, head_dim: int) -> float:
         """Returns the share of peak that attention can reach: Q.K^T fills head_dim MXU rows.
 

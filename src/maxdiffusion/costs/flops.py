@@ -32,6 +32,11 @@ class ForwardFlops:
         return self.total - self.attention
 
     @property
+    def of_blocks(self) -> float:
+        """Returns the FLOPs of the linear maps of all blocks, whose weights may have 8 bits."""
+        return self.self_projections + self.cross_projections + self.feed_forward
+
+    @property
     def total(self) -> float:
         """Returns the sum of all parts."""
         return sum(self.parts().values())
@@ -80,8 +85,8 @@ def forward_flops(
 class Bounds:
     """Lower bounds of a step in seconds, and the peak they assume.
 
-    `spec` runs every product at peak. `head_dim_aware` runs attention at the share of peak that the
-    MXU reaches with this head_dim.
+    `spec` runs every product at the peak of its dtype. `head_dim_aware` runs attention at the share
+    of peak that the MXU reaches with this head_dim.
     """
 
     spec: float
@@ -94,13 +99,25 @@ class Bounds:
         return flops / (seconds * self.devices * self.peak_flops)
 
 
-def step_bounds(flops: ForwardFlops, chip: Chip, *, devices: int, head_dim: int) -> Bounds:
-    """Returns the bounds of a step whose forward, over the whole batch, takes `flops`."""
-    peak = chip.bf16_flops
-    attention = flops.attention / chip.score_share(head_dim)
+def step_bounds(
+    flops: ForwardFlops,
+    chip: Chip,
+    *,
+    devices: int,
+    head_dim: int,
+    product_dtype: str = "bfloat16",
+) -> Bounds:
+    """Returns the bounds of a step whose forward, over the whole batch, takes `flops`.
+
+    `product_dtype` is that of both operands of the linear maps of blocks. Attention, embeddings and
+    the head multiply in bfloat16.
+    """
+    saved = flops.of_blocks * (1 - 1 / chip.rate(product_dtype))
+    wasted = flops.attention / chip.score_share(head_dim) - flops.attention
+    second = devices * chip.bf16_flops
     return Bounds(
-        spec=flops.total / (devices * peak),
-        head_dim_aware=(attention + flops.dense) / (devices * peak),
-        peak_flops=peak,
+        spec=(flops.total - saved) / second,
+        head_dim_aware=(flops.total - saved + wasted) / second,
+        peak_flops=chip.bf16_flops,
         devices=devices,
     )

@@ -166,7 +166,8 @@ class Task:
     """The job that attention is chosen for.
 
     Cross-attention to `text_length` keys uses the same attention, so it must be able to run too.
-    `names` are the attentions to choose from.
+    `names` are the attentions to choose from. `product_dtype` is that of both operands of the
+    linear maps of blocks.
     """
 
     problem: AttentionProblem
@@ -178,6 +179,7 @@ class Task:
     text_length: int = 512
     shares: Shares = SHARES
     names: tuple[str, ...] = CANDIDATES
+    product_dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)

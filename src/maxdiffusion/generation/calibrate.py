@@ -34,7 +34,7 @@ def calibrate(parsed: ParsedConfig) -> None:
     job, folder = resolve_job(parsed)
     if step_cache(job.config, job.builder.spec) is not None:
         rule = "ratios are measured with every step computed"
-        remedy = "Leave use_magcache, use_cfg_cache and use_sen_cache out"
+        remedy = "Leave the keys of step caches out"
         raise ProblemsFound([Problem(name="calibrate_cache", value="", rule=rule, remedy=remedy)])
     logger.info(start_up_plan(job))
     videos = list_videos(job)

@@ -52,6 +52,7 @@ MADE_WITH = (
     *("scheduler", "flow_shift", "denoising_step_list", "sigmas", "guidance_end_step"),
     *("use_magcache", "magcache_thresh", "magcache_K", "retention_ratio", "mag_ratios_base"),
     *("mag_ratios_base_720p", "mag_ratios_base_480p", "use_cfg_cache", "use_sen_cache"),
+    *("use_taylor_cache", "taylor_cache_interval"),
     *("pretrained_model_name_or_path", "model_name"),
     *("weights_dtype", "activations_dtype", "attention"),
 )

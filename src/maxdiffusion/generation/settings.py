@@ -21,7 +21,7 @@ from jaxtyping import Float
 from maxdiffusion.attention import AttentionOptions, BlockSizes
 from maxdiffusion.attention.options import TunedBlocks, read_tuned_blocks
 from maxdiffusion.config import Config
-from maxdiffusion.config.job_fields import stated_inputs
+from maxdiffusion.config.job_fields import STEP_CACHES, stated_inputs
 from maxdiffusion.config.validate import VideoRequestLine, check_writable
 from maxdiffusion.diffusion import Sampler, sampler_named
 from maxdiffusion.diffusion.denoise import StepCache
@@ -202,7 +202,7 @@ def sampler(config: Config, spec: WanSpec) -> Sampler:
 
 def step_cache(config: Config, spec: WanSpec) -> StepCache | None:
     """Returns the step cache of the config, if it asks for one."""
-    if not (config.use_magcache or config.use_cfg_cache or config.use_sen_cache):
+    if not any(config.values[name] for name in STEP_CACHES):
         return None
     from maxdiffusion.generation.step_caches import step_cache_of  # for these keys alone
 

@@ -1,22 +1,21 @@
 """Step cache of a config: which one, with which ratios; raises what does not go together."""
 
 from maxdiffusion.config import Config
+from maxdiffusion.config.job_fields import STEP_CACHES
 from maxdiffusion.diffusion.caches.magcache import MagCache, MagRatios, published_ratios
 from maxdiffusion.diffusion.denoise import StepCache
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.pipelines.spec import WanSpec
 
-KEYS = ("use_magcache", "use_cfg_cache", "use_sen_cache")
 A14B = (40, 5120)
 TALL = 720
 
 
 def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
     """Returns the step cache of a config; None if it asks for none."""
-    used = [name for name in KEYS if config.values[name]]
-    if not used:
-        return None
-    check_steps_of_cache(config, spec, used)
+    used = [name for name in STEP_CACHES if config.values[name]]
+    if used:
+        check_steps_of_cache(config, spec, used)
     if config.use_cfg_cache:
         from maxdiffusion.diffusion.caches.cfg_cache import CfgCache
 
@@ -25,12 +24,18 @@ def step_cache_of(config: Config, spec: WanSpec) -> StepCache | None:
         from maxdiffusion.diffusion.caches.sen_cache import SenCache
 
         return SenCache()
-    return MagCache(
-        ratios=mag_ratios(config, spec),
-        threshold=config.magcache_thresh,
-        max_skips=config.magcache_K,
-        retention=config.retention_ratio,
-    )
+    if config.use_taylor_cache:
+        from maxdiffusion.diffusion.caches.taylor_cache import TaylorCache
+
+        return TaylorCache(interval=config.taylor_cache_interval)
+    if config.use_magcache:
+        return MagCache(
+            ratios=mag_ratios(config, spec),
+            threshold=config.magcache_thresh,
+            max_skips=config.magcache_K,
+            retention=config.retention_ratio,
+        )
+    return None
 
 
 def check_steps_of_cache(config: Config, spec: WanSpec, used: list[str]) -> None:

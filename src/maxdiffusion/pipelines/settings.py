@@ -55,6 +55,13 @@ class Precision:
         chosen = dtype_named(dtype)
         return cls(weights=chosen, activations=chosen, text_encoder=chosen)
 
+    @property
+    def product_dtype(self) -> str:
+        """The dtype of both operands of the linear maps of the transformer's blocks."""
+        eight_bit = self.weight_format
+        rounds = eight_bit is not None and eight_bit.rounds_activations
+        return str(eight_bit.dtype if eight_bit is not None and rounds else self.activations)
+
     def describe(self) -> str:
         """Returns a line that names every dtype, and one on what is lossy."""
         dtypes = [part.name for part in fields(self) if part.name != "weight_format"]

@@ -8,7 +8,9 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,7 @@ Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
 
 
 OutputType = Literal["np", "latent", "uint8"]
+_USED: ContextVar[set[Hashable] | None] = ContextVar("keys of used programs", default=None)
 EXPERT_NAMES = {"transformer": "high-noise expert", "transformer_2": "low-noise expert"}
 
 
@@ -66,6 +69,16 @@ class WanOutput:
     """
 
     frames: np.ndarray
+
+
+@contextmanager
+def noting_programs(keys: set[Hashable]) -> Iterator[None]:
+    """Adds the keys of all programs that this thread uses, for `VideoPipeline.drop_programs`."""
+    before = _USED.set(keys)
+    try:
+        yield
+    finally:
+        _USED.reset(before)
 
 
 # `Self` would read better; beartype knows it only where it decorates the class, which jaxtyping's
@@ -442,9 +455,17 @@ class VideoPipeline(LoraMethods):
     def _program(
         self, key: tuple[str, *tuple[Hashable, ...]], lower: Callable[[], jax.stages.Lowered]
     ) -> Callable[..., Any]:
+        used = _USED.get()
+        if used is not None:
+            used.add(key)
         if key not in self._programs:
             self._programs[key] = self.builder.compile(key[0], lower())
         return self._programs[key]
+
+    def drop_programs(self, keys: Iterable[Hashable]) -> None:
+        """Frees compiled programs; one that is needed again is compiled again."""
+        for key in keys:
+            self._programs.pop(key, None)
 
     def _everywhere(self, array: Any) -> Array:
         return jax.device_put(array, self.builder.everywhere)

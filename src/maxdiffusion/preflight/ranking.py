@@ -106,6 +106,7 @@ def task_of(job: ResolvedJob, topology: Topology) -> Task:
         devices=describe_devices(topology),
         options=builder.settings.attention_options,
         text_length=shape.text_length,
+        product_dtype=builder.settings.precision.product_dtype,
     )
 
 
@@ -117,6 +118,7 @@ def scan_entry(task: Task, best: Choice) -> Ranked:
         topology.chip,
         devices=topology.device_count,
         head_dim=task.problem.head_dim,
+        product_dtype=task.product_dtype,
     )
     split = f"U{best.shape.ulysses} R{best.shape.ring}"
     mfu = bounds.mfu(task.flops.total, parts.total)

@@ -77,6 +77,7 @@ MODES: tuple[Mode, ...] = (
     _lossy("magcache", "skip blocks by measured ratios", "use_magcache=true"),
     _lossy("cfg_cache", "estimate the negative prompt", "use_cfg_cache=true"),
     _lossy("sen_cache", "repeat predictions", "use_sen_cache=true"),
+    _lossy("taylor_cache", "continue predictions", "use_taylor_cache=true"),
     _lossy("guidance_cutoff", "half of the guidance", "guidance_end_step={half_steps}"),
     _lossy("half_steps", "half of the steps", "num_inference_steps={half_steps}"),
     _lossy("four_steps", "four-step weights of lora_config", *FOUR_STEPS),

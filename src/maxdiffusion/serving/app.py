@@ -30,6 +30,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.serving.errors import (
     NO_RETRY,
     ApiError,
@@ -39,6 +40,7 @@ from maxdiffusion.serving.errors import (
     on_api_error,
     on_http_exception,
     on_unexpected,
+    refused,
 )
 from maxdiffusion.serving.fields import (
     CheckedRequest,
@@ -132,8 +134,19 @@ class Api:
     async def create(self, request: Request) -> Response:
         """Queues a video."""
         given = await self.keep_files(await read_body(request))
-        checked = read_request(self.offer, given)
+        checked = await self.checked(given)
         return await self.submit(request, new_job(request.state.owner, checked))
+
+    async def checked(
+        self, given: Mapping[str, Any], base: Mapping[str, Any] | None = None
+    ) -> CheckedRequest:
+        """Returns the request of the given fields; raises ApiError for what cannot be made."""
+        checked = read_request(self.offer, given, base=base)
+        try:
+            await run_in_threadpool(self.offer.check, checked.fields)
+        except ProblemsFound as found:
+            raise refused(found) from None
+        return checked
 
     async def remix(self, request: Request) -> Response:
         """Queues a video with the settings of another one and a new prompt."""
@@ -141,7 +154,7 @@ class Api:
         given = await self.keep_files(await read_body(request))
         if not given.get("prompt"):
             raise bad_request("prompt is required.", param="prompt", code="missing_field")
-        checked = read_request(self.offer, given, base=source.fields)
+        checked = await self.checked(given, base=source.fields)
         return await self.submit(request, new_job(request.state.owner, checked, source.id))
 
     async def keep_files(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:

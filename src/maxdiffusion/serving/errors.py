@@ -11,6 +11,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from maxdiffusion.errors import ProblemsFound
+
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -62,6 +64,11 @@ def error_response(
     kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     error: dict[str, Any] = {"message": message, "type": kind, "param": param, "code": code}
     return JSONResponse({"error": error}, status_code=status, headers=dict(headers or {}))
+
+
+def refused(found: ProblemsFound) -> ApiError:
+    """Returns the error of a request whose fields do not go together."""
+    return bad_request(str(found), code="invalid_value", param=found.problems[0].name)
 
 
 def bad_request(message: str, *, code: str, param: str | None = None) -> ApiError:

@@ -5,7 +5,7 @@ config + facts of the model --> Offer --> the table of request fields (`fields.p
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,9 @@ class Offer:
     """Requests that the loaded model can fulfil.
 
     `inputs` are the images and videos that a request may bring, with whether it must; `levels` are
-    the noise levels of a few-step config, which replace the number of steps.
+    the noise levels of a few-step config, which replace the number of steps. `check` raises
+    `ProblemsFound` for fields that are valid each, but together do not suit the model, the sampler
+    or the step cache.
     """
 
     model: str
@@ -74,6 +76,7 @@ class Offer:
     adapters: tuple[str, ...] = ()
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     plan: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    check: Callable[[Mapping[str, Any]], None] = lambda fields: None
 
     @classmethod
     def of(cls, config: Config, **facts: Any) -> "Offer":

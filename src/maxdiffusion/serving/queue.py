@@ -10,8 +10,9 @@ Live progress is in memory: a restart loses it, and the job begins again or cont
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -32,7 +33,10 @@ from maxdiffusion.serving.store import (
     NewJob,
     OtherRequest,
     QueueFull,
+    Waiting,
+    batch_of,
     now,
+    window_of,
 )
 from maxdiffusion.serving.uploads import ORPHAN_SECONDS, UPLOADS, InputFiles, names_of
 
@@ -43,6 +47,8 @@ WATCHED_SECONDS = 15.0
 RENEW_SECONDS = 1.0
 RETRY_SECONDS = 30
 SWEEP_SECONDS = 60.0
+SHARED_SECONDS = 1.0
+"""Age of the order of a queue that other servers change too."""
 NOT_SHARED = ("prompt", "negative_prompt", "seed")
 """Fields in which the jobs of one batch may differ, apart from the content of files."""
 
@@ -113,6 +119,46 @@ class StepTimes:
         return self._step[size] * steps + self._finish.get(size, 0.0) * jobs
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Jobs that start before a queued job; and jobs and steps by size until its batch is done.
+
+    `work` is empty where that is not known, because programs are compiled first.
+    """
+
+    before: int
+    work: Mapping[str, tuple[int, int]]
+
+
+def places(
+    waiting: Sequence[Waiting],
+    *,
+    limit: int,
+    kind: Callable[[Waiting], Hashable],
+    held: Container[str],
+) -> dict[str, Place]:
+    """Returns the places of queued jobs by id, as the device loop will take them.
+
+    Up to `limit` jobs of one kind and priority start together. Jobs that are held are passed; they
+    start in their own turn, if their programs are there by then.
+    """
+    found = {
+        job.id: Place(before=index, work={}) for index, job in enumerate(waiting) if job.id in held
+    }
+    rest = iter([job for job in waiting if job.id not in held])
+    window, before, work = [*islice(rest, window_of(limit))], 0, dict[str, tuple[int, int]]()
+    while window:
+        batch = batch_of(window, limit, kind)
+        for job in batch:
+            jobs, steps = work.get(job.size, (0, 0))
+            work = work | {job.size: (jobs + 1, steps + job.steps)}
+        place, taken = Place(before=before, work=work), {job.id for job in batch}
+        found |= dict.fromkeys(taken, place)
+        before += len(batch)
+        window = [job for job in window if job.id not in taken] + [*islice(rest, len(batch))]
+    return found
+
+
 class JobQueue:
     """Jobs, their files and their live progress."""
 
@@ -133,6 +179,10 @@ class JobQueue:
         self._last_sweep = time.monotonic()
         self._reasons: dict[str, str] = {}
         self._arrived: SimpleQueue[Job] = SimpleQueue()
+        self._limit = 1  # jobs of a batch
+        self._kinds: dict[str, Hashable] = {}  # of queued jobs, where batches are made
+        self._version = 0  # of the order of the queue
+        self._places: tuple[int, float, dict[str, Place]] = (-1, 0.0, {})
 
     @classmethod
     def open(cls, config: Config, store: JobStore, files: InputFiles | None = None) -> "JobQueue":
@@ -163,6 +213,7 @@ class JobQueue:
         for job in self.store.recover(attempts=self.policy.attempts):
             logger.info("%s was running and is queued again", job.id)
             self._wake.put(None)
+        self._version += 1
 
     def keep_claims(self) -> None:
         """Renews the claims on running jobs, where several servers share the queue."""
@@ -228,7 +279,7 @@ class JobQueue:
         if job.status != IN_PROGRESS:
             self.library.remove(identifier)
             self._remove_inputs(job)
-        self.notify()
+        self._reorder()
         return True
 
     # Requests
@@ -250,7 +301,7 @@ class JobQueue:
             raise ApiError(422, message, code="idempotency_key_reused") from None
         self._arrived.put(job)
         self._wake.put(None)
-        self.notify()
+        self._reorder()
         return job, is_new
 
     def cancel(self, identifier: str, owner: str) -> Job | None:
@@ -260,7 +311,7 @@ class JobQueue:
         self._reasons.pop(identifier, None)
         if job is not None and not job.is_active and job.error:
             self.library.remove(identifier)
-        self.notify()
+        self._reorder()
         return job
 
     def _stop_running(self, identifier: str) -> None:
@@ -277,15 +328,43 @@ class JobQueue:
         """Returns how many jobs are before a job, and the seconds until it is done, if known."""
         if job.status == IN_PROGRESS:
             return None, self._seconds_left(self._running.get(job.id))
-        if job.status != QUEUED:
+        place = self._places_now().get(job.id) if job.status == QUEUED else None
+        if place is None:  # it ended, or began since its row was read
             return None, None
-        ahead = self.store.ahead(job)
         parts = [self._seconds_left(running) for running in [*self._running.values()]]
-        parts += [self.times.seconds(size, jobs=n, steps=steps) for size, n, steps in ahead]
-        parts.append(self.times.seconds(job.size, jobs=1, steps=job.steps))
+        parts += [
+            self.times.seconds(size, jobs=jobs, steps=steps)
+            for size, (jobs, steps) in place.work.items()
+        ]
         known = [part for part in parts if part is not None]
-        seconds = sum(known) if len(known) == len(parts) else None
-        return sum(count for _, count, _ in ahead), seconds
+        is_known = place.work and len(known) == len(parts)
+        return place.before, sum(known) if is_known else None
+
+    def _places_now(self) -> dict[str, Place]:
+        """Returns the places of all queued jobs; computed once for each change of the queue."""
+        version, at, found = self._places
+        stale = self.store.shared and time.monotonic() - at > SHARED_SECONDS
+        if version == self._version and not stale:
+            return found
+        version = self._version  # before the jobs are read
+        waiting = self.store.waiting()
+        found = places(
+            waiting, limit=self._limit, kind=self._kinds_of(waiting), held={*self._reasons}
+        )
+        self._places = (version, time.monotonic(), found)
+        return found
+
+    def _kinds_of(self, waiting: Sequence[Waiting]) -> Callable[[Waiting], Hashable]:
+        """Returns the function of a job to what the jobs of its batch share."""
+        if self._limit == 1:
+            return lambda job: job.id
+        identifiers = [job.id for job in waiting]
+        known = self._kinds
+        new = self.store.fields_of([one for one in identifiers if one not in known])
+        added = {one: shared_fields(fields) for one, fields in new.items()}
+        self._kinds = {one: known[one] for one in identifiers if one in known} | added
+        kinds = self._kinds
+        return lambda job: kinds.get(job.id)
 
     def _seconds_left(self, running: Running | None) -> float | None:
         if running is None:
@@ -309,6 +388,11 @@ class JobQueue:
         """Returns whether previews are worth their time."""
         return time.monotonic() - self._last_watched < WATCHED_SECONDS
 
+    def _reorder(self) -> None:
+        """Notes that the order of the queue has changed, and calls all listeners."""
+        self._version += 1
+        self.notify()
+
     def notify(self) -> None:
         """Calls all listeners."""
         for call in [*self._listeners]:
@@ -328,6 +412,7 @@ class JobQueue:
         Jobs that are `held` stay in the queue, and others pass them.
         """
         self.sign()
+        self._limit = limit
         if self.stopping.is_set():
             return []
         jobs = self.store.claim(limit, alike=alike, held=held)
@@ -343,14 +428,19 @@ class JobQueue:
             self.metrics.waited.observe(max(0, now() - job.created_at))
         if jobs:
             self._cancelled |= self.store.to_cancel([job.id for job in jobs])
-            self.notify()
+            self._reorder()
         return jobs
 
     def hold(self, identifier: str, reason: str) -> None:
         """Notes why a job waits although its turn has come."""
         if self._reasons.get(identifier) != reason:
             self._reasons[identifier] = reason
-            self.notify()
+            self._reorder()
+
+    def release(self, identifier: str) -> None:
+        """Notes that a job waits for its turn only."""
+        if self._reasons.pop(identifier, None) is not None:
+            self._reorder()
 
     def reason(self, identifier: str) -> str | None:
         """Returns why a job waits, if it is not only for the jobs before it."""
@@ -456,6 +546,7 @@ class JobQueue:
         for job in jobs:
             self._running.pop(job.id, None)
             logger.info("%s: queued again", job.id)
+        self._reorder()
 
 
 def disk_full() -> ApiError:
@@ -477,10 +568,15 @@ def input_files(config: Config, *, shared: bool) -> InputFiles:
 
 
 def alike(job: Job) -> Hashable:
-    """Returns what jobs of one batch share: all but prompts, seeds and the content of files."""
+    """Returns what jobs of one batch share."""
+    return shared_fields(job.fields)
+
+
+def shared_fields(fields: Mapping[str, Any]) -> Hashable:
+    """Returns all fields but prompts, seeds and the content of files."""
     return tuple(
         (name, _shared(name, value))
-        for name, value in sorted(job.fields.items())
+        for name, value in sorted(fields.items())
         if name not in NOT_SHARED
     )
 

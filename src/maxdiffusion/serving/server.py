@@ -171,6 +171,7 @@ def serve(parsed: ParsedConfig) -> None:
         stop_on_signals(worker.stop, parsed.config)
         worker.prepare(lambda name, seconds: None, None)
         worker.run(None, None)
+        worker.leave()
         return
     config, state = parsed.config, state_folder(parsed.config)
     access = Access.of(config)

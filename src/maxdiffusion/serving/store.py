@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import BigInteger, Column, Engine, Index, Integer, MetaData, String, Table, Text
@@ -70,6 +70,8 @@ IDEMPOTENCY = Table(
     Column("job", String(40), nullable=False),
     Column("created_at", Integer, nullable=False),
 )
+IN_ORDER = (JOBS.c.priority.desc(), JOBS.c.number)
+MOST_VALUES = 500  # in one list of a query
 
 
 class QueueFull(Exception):
@@ -116,6 +118,16 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """A queued job, as far as the order of the queue depends on it."""
+
+    id: str
+    priority: int
+    size: str
+    steps: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class NewJob:
     """A checked request that is to become a job."""
 
@@ -133,6 +145,9 @@ class Limits:
 
     queue: int
     per_key: int
+
+
+AnyJob = TypeVar("AnyJob", Job, Waiting)
 
 
 def new_id() -> str:
@@ -300,21 +315,24 @@ class JobStore:
         found = {row[0]: int(row[1]) for row in rows}
         return {status: found.get(status, 0) for status in (*ACTIVE, *FINISHED)}
 
-    def ahead(self, job: Job) -> list[tuple[str, int, int]]:
-        """Returns size, jobs and steps in all of what a queued job waits for, by size."""
-        before = sa.or_(
-            JOBS.c.priority > job.priority,
-            sa.and_(JOBS.c.priority == job.priority, JOBS.c.number < job.number),
-        )
-        query = (
-            sa.select(JOBS.c.size, sa.func.count(), sa.func.sum(JOBS.c.steps))
-            .where(JOBS.c.status == QUEUED, before)
-            .group_by(JOBS.c.size)
-        )
+    def waiting(self) -> list[Waiting]:
+        """Returns the queued jobs of all owners, in the order of the queue."""
+        columns = (JOBS.c.id, JOBS.c.priority, JOBS.c.size, JOBS.c.steps)
+        query = sa.select(*columns).where(JOBS.c.status == QUEUED).order_by(*IN_ORDER)
         with self._engine.connect() as connection:
-            return [
-                (size, int(count), int(steps)) for size, count, steps in connection.execute(query)
-            ]
+            rows = connection.execute(query).all()
+        return [Waiting(id=row[0], priority=row[1], size=row[2], steps=row[3]) for row in rows]
+
+    def fields_of(self, identifiers: Sequence[str]) -> dict[str, Mapping[str, Any]]:
+        """Returns the fields of jobs, by id."""
+        found: dict[str, Mapping[str, Any]] = {}
+        columns = sa.select(JOBS.c.id, JOBS.c.fields)
+        with self._engine.connect() as connection:
+            for first in range(0, len(identifiers), MOST_VALUES):
+                some = JOBS.c.id.in_(identifiers[first : first + MOST_VALUES])
+                rows = connection.execute(columns.where(some))
+                found |= {row.id: json.loads(row.fields) for row in rows}
+        return found
 
     def cancel(self, identifier: str, owner: str) -> Job | None:
         """Ends a job that waits, asks the device loop to end one that runs; returns it."""
@@ -363,19 +381,15 @@ class JobStore:
         All have the priority of the first and its value of `alike`.
         """
         with self._writing() as connection:
-            query = (
-                sa.select(JOBS)
-                .where(JOBS.c.status == QUEUED)
-                .order_by(JOBS.c.priority.desc(), JOBS.c.number)
-            )
+            query = sa.select(JOBS).where(JOBS.c.status == QUEUED).order_by(*IN_ORDER)
             if self.shared:
                 query = query.with_for_update(skip_locked=True)
             chosen: list[Job] = []
-            count = max(limit * 8, 1)
+            count = window_of(limit)
             for page in range(MOST_PAGES):
                 rows = connection.execute(query.limit(count).offset(page * count)).all()
                 free = [job for row in rows if not held(job := as_job(row))]
-                chosen = _alike(free, limit, alike)
+                chosen = batch_of(free, limit, alike) if free else []
                 if chosen or len(rows) < count:
                     break
             if chosen:
@@ -538,13 +552,21 @@ def _failure(code: str, message: str) -> dict[str, Any]:
     return {"status": FAILED, "error": error, "completed_at": now(), "cancel_requested": 0}
 
 
-def _alike(waiting: Sequence[Job], limit: int, alike: Callable[[Job], Hashable]) -> list[Job]:
+def window_of(limit: int) -> int:
+    """Returns how many jobs are looked at for a batch of up to `limit`."""
+    return max(limit * 8, 1)
+
+
+def batch_of(
+    window: Sequence[AnyJob], limit: int, alike: Callable[[AnyJob], Hashable]
+) -> list[AnyJob]:
     """Returns the first job and those after it that can be made in the same batch."""
 
-    def key(job: Job) -> Hashable:
+    def key(job: AnyJob) -> Hashable:
         return job.priority, alike(job)
 
-    return [job for job in waiting if key(job) == key(waiting[0])][:limit]
+    first = key(window[0])
+    return [job for job in window if key(job) == first][:limit]
 
 
 def as_job(row: Row[Any]) -> Job:

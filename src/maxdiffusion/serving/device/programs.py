@@ -5,50 +5,67 @@
     first process   order 7 is done everywhere --> jobs of this kind may be taken
 
 A job whose kind is not compiled stays in the queue, and others pass it. All processes compile the
-same orders in the same sequence; compiling itself needs no other process.
+same orders in the same sequence; compiling itself needs no other process. Above a number of kinds,
+an order also names the kind that was not used for the longest time; its programs are freed first.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from queue import SimpleQueue
 from typing import Any
 
 logger = logging.getLogger(__name__)
-MOST_KINDS = 64  # until the next start: programs occupy memory of devices and host
+MOST_KINDS = 64  # at a time: programs occupy memory of devices and host
 Failure = tuple[str, str]
 """Code and message of a kind that cannot be compiled."""
-Compile = Callable[[Mapping[str, Any]], None]
-"""Compiles all programs of a job with these fields."""
+Compile = Callable[[Mapping[str, Any], set[Hashable]], None]
+"""Compiles all programs of a job with these fields, and adds their keys to the set."""
+Free = Callable[[Iterable[Hashable]], None]
+"""Frees the programs of these keys."""
 Explain = Callable[[Exception], Failure]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """A kind of jobs to compile for: its number, the same on all processes, and the fields."""
+    """A kind of jobs to compile for: its number, the same on all processes, and the fields.
+
+    `replaces` is the number of the kind that makes room for it.
+    """
 
     number: int
     fields: Mapping[str, Any]
+    replaces: int | None = None
 
 
 class BackgroundPrograms:
-    """Kinds of jobs, and whether their programs are compiled."""
+    """Kinds of jobs, and whether their programs are compiled.
 
-    def __init__(self, compile_kind: Compile, explain: Explain, wake: Callable[[], None]):
-        self._compile, self._explain, self._wake = compile_kind, explain, wake
+    Kinds are known to the first process alone, in order of their last use. The thread that compiles
+    also frees programs, so that no program goes while it is asked for.
+    """
+
+    def __init__(
+        self, compile_kind: Compile, free: Free, explain: Explain, wake: Callable[[], None]
+    ):
+        self._compile, self._free, self._explain, self._wake = compile_kind, free, explain, wake
         self._numbers: dict[Hashable, int] = {}
         self._ready: set[Hashable] = set()
+        self._needed: set[Hashable] = set()  # by the job that runs, or may be taken next
         self._unsent: list[Order] = []
         self._waiting: SimpleQueue[Order] = SimpleQueue()
         self._finished: dict[int, Failure | None] = {}  # on this process
         self._agreed: dict[int, Failure | None] = {}  # on all of them
-        self._ordered = 0
+        self._always: set[Hashable] = set()  # keys of programs that are never freed
+        self._keys: dict[int, set[Hashable]] = {}
+        self._next = self._ordered = 0
         self._thread: threading.Thread | None = None
 
-    def add(self, kind: Hashable) -> None:
-        """Notes a kind that is compiled already."""
+    def compile_now(self, kind: Hashable, fields: Mapping[str, Any]) -> None:
+        """Compiles a kind in this thread, and keeps it; for the start."""
+        self._compile(fields, self._always)
         self._ready.add(kind)
 
     def is_ready(self, kind: Hashable) -> bool:
@@ -57,24 +74,48 @@ class BackgroundPrograms:
 
     def failure(self, kind: Hashable) -> Failure | None:
         """Returns why a kind cannot be compiled; None if it can, or is not known yet."""
-        if kind not in self._numbers and kind not in self._ready and self._is_full:
-            return "too_many_kinds", f"{MOST_KINDS} other kinds of videos were compiled already."
         return self._agreed.get(self._numbers.get(kind, -1))
-
-    @property
-    def _is_full(self) -> bool:
-        return len(self._numbers) >= MOST_KINDS
 
     @property
     def is_busy(self) -> bool:
         """Returns whether this process compiles."""
         return len(self._finished) < self._ordered
 
-    def order(self, kind: Hashable, fields: Mapping[str, Any]) -> None:
-        """Asks for the programs of a kind, once; the first process calls it."""
-        if kind not in self._numbers:
-            self._numbers[kind] = len(self._numbers)
-            self._unsent.append(Order(number=self._numbers[kind], fields=fields))
+    def order(self, kind: Hashable, fields: Mapping[str, Any]) -> bool:
+        """Asks for the programs of a kind, once; the first process calls it.
+
+        Returns False if there is no room yet: all kinds are needed or being compiled.
+        """
+        if kind in self._numbers:
+            self._numbers[kind] = self._numbers.pop(kind)
+            return True
+        replaces = None
+        if len(self._numbers) >= MOST_KINDS:
+            oldest = next((one for one in self._numbers if self._may_go(one)), None)
+            if oldest is None:
+                return False
+            replaces = self._numbers.pop(oldest)
+        self._numbers[kind] = self._next
+        self._unsent.append(Order(number=self._next, fields=fields, replaces=replaces))
+        self._next += 1
+        return True
+
+    def choose(self) -> None:
+        """Notes that no job runs, and that the next ones are chosen."""
+        self._needed = set()
+
+    def use(self, kind: Hashable) -> None:
+        """Notes that a job of this kind may be taken; it keeps its programs until `run`."""
+        self._needed.add(kind)
+        if kind in self._numbers:
+            self._numbers[kind] = self._numbers.pop(kind)
+
+    def run(self, kind: Hashable) -> None:
+        """Notes the kind that runs until `choose`; it keeps its programs."""
+        self._needed = {kind}
+
+    def _may_go(self, kind: Hashable) -> bool:
+        return self._numbers[kind] in self._agreed and kind not in self._needed
 
     # Agreement
 
@@ -82,7 +123,7 @@ class BackgroundPrograms:
         """Returns what the other processes have to know, as JSON."""
         orders, self._unsent = self._unsent, []
         return {
-            "orders": [[order.number, dict(order.fields)] for order in orders],
+            "orders": [asdict(order) for order in orders],
             "finished": [
                 [number, failure]
                 for number, failure in [*self._finished.items()]
@@ -93,8 +134,8 @@ class BackgroundPrograms:
     def hear(self, said: Sequence[Mapping[str, Any]]) -> None:
         """Takes what all processes said, in the same order on each."""
         for one in said:
-            for number, fields in one["orders"]:
-                self._begin(Order(number=number, fields=fields))
+            for order in one["orders"]:
+                self._begin(Order(**order))
         finished = [dict(one["finished"]) for one in said]
         everywhere = set(finished[0]).intersection(*finished[1:])
         for number in everywhere:
@@ -113,11 +154,21 @@ class BackgroundPrograms:
         while True:
             order = self._waiting.get()
             started, failure = time.monotonic(), None
+            self._make_room(order)
             try:
-                self._compile(order.fields)
+                self._compile(order.fields, self._keys[order.number])
             except Exception as error:
                 failure = self._explain(error)
             seconds = time.monotonic() - started
             logger.info("programs of order %d: %.1f s in the background", order.number, seconds)
             self._finished[order.number] = failure
             self._wake()
+
+    def _make_room(self, order: Order) -> None:
+        """Frees the programs that only the replaced kind has."""
+        self._keys[order.number] = set()
+        if order.replaces is not None:
+            unused = self._keys.pop(order.replaces) - self._always
+            unused = unused.difference(*self._keys.values())
+            self._free(unused)
+            logger.info("order %d: freed %d programs", order.replaces, len(unused))

@@ -8,6 +8,7 @@ alone. With several processes the first one takes the jobs, and all of them agre
 and after every step on what is cancelled, on what is compiled and on whether to stop.
 """
 
+import atexit
 import functools
 import json
 import logging
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,7 +35,7 @@ from maxdiffusion.distributed.coordination import (
     broadcast_from_first,
     is_multiprocess,
 )
-from maxdiffusion.errors import Collector, ProblemsFound
+from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.generate import check_same, start_up_plan
 from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.generation.resume import (
@@ -51,7 +52,7 @@ from maxdiffusion.pipelines.programs import as_bytes
 from maxdiffusion.pipelines.request import Request, check_video_shape
 from maxdiffusion.pipelines.tasks.base import VisualInputs
 from maxdiffusion.pipelines.text import BUCKETS, PromptTokenizer
-from maxdiffusion.pipelines.wan import VideoPipeline
+from maxdiffusion.pipelines.wan import VideoPipeline, noting_programs
 from maxdiffusion.pipelines.weights import load_wan_parameters
 from maxdiffusion.runtime.files import WritingFailed, as_path, local_copy
 from maxdiffusion.runtime.progress import PROGRESS
@@ -83,7 +84,7 @@ from maxdiffusion.serving.device.work import (
     identity_of,
     line_of,
 )
-from maxdiffusion.serving.fields import check_presets
+from maxdiffusion.serving.fields import check_presets, count_steps
 from maxdiffusion.serving.offer import Offer, Size
 from maxdiffusion.serving.queue import JobQueue, input_files
 from maxdiffusion.serving.store import Job
@@ -116,7 +117,9 @@ class Worker:
         spec = job.builder.spec
         self._adapters = ServedAdapters.of(config, spec)
         self._inputs = shared_inputs(offered_inputs(spec), files, config.output_dir)
-        self._programs = BackgroundPrograms(self._compile_kind, explain, self._wake)
+        self._programs = BackgroundPrograms(
+            self._compile_kind, self._free_programs, explain, self._wake
+        )
         self._kind_of = functools.lru_cache(REMEMBERED_KINDS)(self._compute_kind)
         self._queue: JobQueue | None = None
         self._stop = threading.Event()
@@ -143,7 +146,7 @@ class Worker:
                 check_video_shape(shape_of(size), spec.vae, spec.transformer)
         problems.raise_if_any()
         worker = cls(job, folder, config=parsed.config, sizes=sizes, files=files)
-        check_presets(worker.offer())
+        worker._check_presets()
         return worker
 
     @property
@@ -156,7 +159,34 @@ class Worker:
         self._stop.set()
 
     def offer(self) -> Offer:
-        """Returns what clients may ask for."""
+        """Returns what clients may ask for, without usual presets that this config cannot run."""
+        offer = self._offer()
+        runs = {name: one for name, one in offer.presets.items() if not self._problems_of(one)}
+        return offer if self._config.serve_presets else replace(offer, presets=runs)
+
+    def _problems_of(self, preset: Mapping[str, Any]) -> tuple[Problem, ...]:
+        """Returns why requests with a preset cannot be made, if so."""
+        fields = self._usual_fields(min(self.sizes))[0] | dict(preset)
+        steps = count_steps(self._offer(), fields, stated=preset.get("num_inference_steps"))
+        try:
+            self._check(fields | {"num_inference_steps": steps})
+        except ProblemsFound as found:
+            return found.problems
+        return ()
+
+    def _check_presets(self) -> None:
+        """Raises everything that is wrong with the presets of the config."""
+        offer = self._offer()
+        check_presets(offer)
+        Collector(
+            [
+                replace(problem, name=f"serve_presets.{name}: {problem.name}")
+                for name in self._config.serve_presets
+                for problem in self._problems_of(offer.presets[name])
+            ]
+        ).raise_if_any()
+
+    def _offer(self) -> Offer:
         spec = self._job.builder.spec
         multiple = spec.vae.spatial_factor * spec.transformer.patch[1]
         return Offer.of(
@@ -169,7 +199,12 @@ class Worker:
             inputs=self._inputs,
             adapters=self._adapters.names,
             plan=self.describe(),
+            check=self._check,
         )
+
+    def _check(self, fields: Mapping[str, Any]) -> None:
+        """Raises if a job with these fields has no plan of its steps."""
+        assert self._requests(fields)[0].plan
 
     def describe(self) -> dict[str, Any]:
         """Returns the mesh and the attention plan, for the page."""
@@ -229,8 +264,7 @@ class Worker:
         for size in self.sizes:
             with timed(f"compile {size}", phase):
                 for fields in self._usual_fields(size):
-                    self._compile_kind(fields)
-                    self._programs.add(self._compute_kind(freeze(fields)))
+                    self._programs.compile_now(self._compute_kind(freeze(fields)), fields)
         with timed("previews", phase):
             self._fit_previews(state)
 
@@ -240,8 +274,8 @@ class Worker:
         They are those with and without a first image. Other inputs are compiled when they come.
         """
         shape = {"width": size.width, "height": size.height, "num_frames": size.frames}
-        usual = {**self.offer().defaults, **shape}
-        offered = self.offer().inputs
+        offer = self._offer()
+        usual, offered = {**offer.defaults, **shape}, offer.inputs
         required = {name: SAMPLE for name, needed in offered.items() if needed}
         kinds = [usual | required]
         if offered.get("input_reference") is False:
@@ -262,13 +296,18 @@ class Worker:
             for count in sorted({self._batch(1), self._batch(2)})
         ]
 
-    def _compile_kind(self, fields: Mapping[str, Any]) -> None:
-        """Compiles all programs of jobs with these fields."""
+    def _compile_kind(self, fields: Mapping[str, Any], keys: set[Hashable]) -> None:
+        """Compiles all programs of jobs with these fields, and adds their keys."""
         assert self._pipeline is not None
         length = self._job.config.max_sequence_length
         texts = [" ".join(["a"] * (bucket - 4)) for bucket in BUCKETS if bucket <= length]
-        for request in self._requests(fields):
-            self._pipeline.compile(request, as_bytes, other_prompts=texts)
+        with noting_programs(keys):
+            for request in self._requests(fields):
+                self._pipeline.compile(request, as_bytes, other_prompts=texts)
+
+    def _free_programs(self, keys: Iterable[Hashable]) -> None:
+        assert self._pipeline is not None
+        self._pipeline.drop_programs(keys)
 
     def _compute_kind(self, fields: tuple[tuple[str, Any], ...]) -> Hashable:
         """Returns the programs of jobs with these fields, as a value."""
@@ -326,15 +365,14 @@ class Worker:
             self._writing.shutdown(wait=True)
 
     def leave(self) -> None:
-        """Ends the process if it compiles: nothing interrupts that, and no job needs it now.
+        """Lets the process end while it compiles: nothing interrupts that, and no job needs it.
 
-        With several processes the end is agreed on, and the grace period of the stop applies.
+        Python would free what the compiler uses, and crash. Everything else is closed before: with
+        several processes their common end, too.
         """
-        if self._programs.is_busy and not is_multiprocess():
+        if self._programs.is_busy:
             logger.info("stopped while programs were compiled in the background")
-            logging.shutdown()
-            sys.stdout.flush()
-            os._exit(0)
+            atexit.register(end_now)
 
     def _wake(self) -> None:
         if self._queue is not None:
@@ -343,11 +381,14 @@ class Worker:
     def _next_jobs(self, queue: JobQueue | None) -> list[Job]:
         def take() -> list[dict[str, Any]]:
             assert queue is not None
+            self._programs.choose()
             jobs = queue.take(
                 self._job.shape.videos,
                 wait_seconds=IDLE_SECONDS,
                 held=functools.partial(self._is_held, queue),
             )
+            if jobs:
+                self._programs.run(self._kind(jobs[0]))
             return [asdict(job) for job in jobs if not self._is_refused(queue, job)]
 
         return [Job(**fields) for fields in broadcast_from_first("next jobs", take)]
@@ -363,9 +404,13 @@ class Worker:
         """Returns whether a job must wait for its programs, and asks for them if so."""
         kind = self._kind(job)
         if kind is None or self._programs.is_ready(kind) or self._programs.failure(kind):
+            self._programs.use(kind)
+            queue.release(job.id)
             return False
-        self._programs.order(kind, {**job.fields, "prompt": "", "negative_prompt": ""})
-        queue.hold(job.id, f"Programs for {job.size} with these settings are being compiled.")
+        reason = f"Programs for {job.size} with these settings are being compiled."
+        if not self._programs.order(kind, {**job.fields, "prompt": "", "negative_prompt": ""}):
+            reason = f"Programs for {job.size} are compiled when those of other jobs are done."
+        queue.hold(job.id, reason)
         return True
 
     def _is_refused(self, queue: JobQueue, job: Job) -> bool:
@@ -523,6 +568,13 @@ class Worker:
                 self._previews.save(state / PREVIEW_FILE)
             except OSError as error:
                 logger.warning("the fit of previews was not stored: %s", error.strerror)
+
+
+def end_now() -> None:
+    """Ends the process as it is, with success."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def keep_latents(work: Work, latents: np.ndarray) -> None:
