@@ -192,7 +192,9 @@ def assemble(
     schedule = read_program(step.text)
     cycles = count_cycles(schedule, transformer.layers, chip)
     collectives = find_collectives(schedule, mesh.shape)
-    links = network(job.topology, mesh.devices.flatten().tolist())
+    pinned = pins_clock(chip.name)
+    topology = replace(job.topology, chip=chip.as_run(pinned=pinned))
+    links = network(topology, mesh.devices.flatten().tolist())
     flops = step_flops(planned)
 
     def step_at(clocked: Chip) -> StepTime:
@@ -201,12 +203,12 @@ def assemble(
             kernels=kernel_times(planned, figures, clocked),
             cycles=cycles.by_key(),
             collectives=collectives,
-            network=replace(links, topology=replace(job.topology, chip=clocked)),
+            network=replace(links, topology=replace(topology, chip=clocked)),
         )
 
-    seconds, slower = step_at(chip), chip.unpinned()
+    seconds, slower = step_at(topology.chip), chip.unpinned()
     return Report(
-        topology=job.topology,
+        topology=topology,
         mesh=dict(mesh.shape),
         attention=planned.choices.attention,
         programs=programs,
@@ -224,8 +226,9 @@ def assemble(
         ),
         step=seconds,
         video=video_time(programs, program_runs(planned), seconds.total, network=links),
+        peak_step=step_at(chip),
         unpinned_step=None if slower is None else step_at(slower),
-        pins_clock=pins_clock(chip.name),
+        pins_clock=pinned,
         flags=os.environ.get(VARIABLE, ""),
     )
 

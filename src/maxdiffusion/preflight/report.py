@@ -84,8 +84,9 @@ def state_bytes(state: nnx.State) -> int:
 class Report:
     """Everything that preflight finds out about a job; every figure is of one device.
 
-    `step` is at the clock of the topology's chip, `unpinned_step` at the one that power management
-    leaves, where it is known. `pins_clock` and `flags` are those that the job runs with.
+    `step` and `video` are at the clock of the topology's chip, which is the one that the flags of
+    the job give. `peak_step` is at the clock of the stated peak, `unpinned_step` at the one that
+    power management leaves, where it is known. `pins_clock` and `flags` are those of the job.
     """
 
     topology: Topology
@@ -100,6 +101,7 @@ class Report:
     bounds: Bounds
     step: StepTime
     video: VideoTime
+    peak_step: StepTime
     unpinned_step: StepTime | None = None
     pins_clock: bool = False
     flags: str = ""
@@ -121,6 +123,7 @@ class Report:
             "clock_hz": self.topology.chip.clock_hz,
             "clock": self.topology.chip.clock,
             "job_pins_clock": self.pins_clock,
+            "peak_clock_seconds_per_step": self.peak_step.total,
             "unpinned_seconds_per_step": self.unpinned_step and self.unpinned_step.total,
             "libtpu_flags": self.flags,
             "bound_seconds_per_step": self.bounds.head_dim_aware,
@@ -184,11 +187,14 @@ class Report:
         ]
 
     def _clock_lines(self) -> list[str]:
-        chip, lines = self.topology.chip, [f"  at {self.topology.chip.clock}"]
-        slower = chip.unpinned()
-        if slower is not None and self.unpinned_step is not None:
-            lines.append(f"  {format_seconds(self.unpinned_step.total)}/step at {slower.clock}")
-            lines.append(f"  this job {'pins' if self.pins_clock else 'does not pin'} the clock")
+        lines = [f"  at {self.topology.chip.clock}"]
+        if self.unpinned_step is not None:
+            pins = "pins the clock" if self.pins_clock else "does not pin the clock"
+            peak, other = format_seconds(self.peak_step.total), self.unpinned_step.total
+            lines.append(
+                f"  this job {pins}; pinned (tpu_pin_clock: true) {peak}/step, "
+                f"not pinned {format_seconds(other)}/step"
+            )
         return [*lines, f"  flags: {self.flags or 'none'}"]
 
     def _kernel_lines(self) -> list[str]:
