@@ -135,6 +135,16 @@ def test_the_clock_is_the_one_that_the_flags_give(chip, pinned, gigahertz):
     assert CHIPS[chip].as_run(pinned=pinned).clock_hz / 1e9 == pytest.approx(gigahertz, abs=1e-3)
 
 
+def test_weights_that_a_step_copies_are_warned_of(report):
+    assert report.as_json()["copied_weight_bytes_per_step"] == 0
+    found = dataclasses.replace(report, copied_weights={"a": 3 * 10**9, "b": 10**9})
+    (warning,) = found.as_json()["warnings"]
+    # Read and written once at 3690 GB/s.
+    assert "copies 2 weights, 4.0 GB, to other tiles in every step" in warning
+    assert "at least 2.168 ms" in warning
+    assert warning in found.describe()
+
+
 def test_parts_add_up(report):
     content = report.as_json()
     assert sum(content["seconds"].values()) == pytest.approx(report.step.total)

@@ -61,7 +61,7 @@ from maxdiffusion.preflight.compile import (
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.kernels import kernel_process
 from maxdiffusion.preflight.readers.collectives import find_collectives
-from maxdiffusion.preflight.readers.cycles import count_cycles
+from maxdiffusion.preflight.readers.cycles import count_cycles, weight_copies
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, residence
 from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
@@ -230,6 +230,7 @@ def assemble(
         unpinned_step=None if slower is None else step_at(slower),
         pins_clock=pinned,
         flags=os.environ.get(VARIABLE, ""),
+        copied_weights=weight_copies(schedule),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -87,6 +87,7 @@ class Report:
     `step` and `video` are at the clock of the topology's chip, which is the one that the flags of
     the job give. `peak_step` is at the clock of the stated peak, `unpinned_step` at the one that
     power management leaves, where it is known. `pins_clock` and `flags` are those of the job.
+    `copied_weights` are the bytes of weights that each step copies to other tiles.
     """
 
     topology: Topology
@@ -105,6 +106,7 @@ class Report:
     unpinned_step: StepTime | None = None
     pins_clock: bool = False
     flags: str = ""
+    copied_weights: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def mfu(self) -> float:
@@ -115,6 +117,19 @@ class Report:
     def kernel_bundles(self) -> int:
         """Returns the bundles of the code of all kernels."""
         return sum(kernel.code_bundles for kernel in self.kernels)
+
+    def warnings(self) -> list[str]:
+        """Returns what the prediction does not include."""
+        copied = sum(self.copied_weights.values())
+        if not copied:
+            return code_warnings(self.kernels)
+        seconds = 2 * copied / self.topology.chip.hbm_bandwidth
+        return [
+            *code_warnings(self.kernels),
+            f"WARNING: denoise_step copies {len(self.copied_weights)} weights, "
+            f"{copied / 1e9:.1f} GB, to other tiles in every step, which the prediction does not "
+            f"include: at least {format_seconds(seconds)} (docs/design/weight_layouts.md)",
+        ]
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything by name; the figures that scripts compare come first."""
@@ -135,7 +150,8 @@ class Report:
             "cycles_per_layer_outside_kernels": self.cycles.layer,
             "kernels": [kernel.as_json() for kernel in self.kernels],
             "kernel_code_bundles": self.kernel_bundles,
-            "warnings": code_warnings(self.kernels),
+            "copied_weight_bytes_per_step": sum(self.copied_weights.values()),
+            "warnings": self.warnings(),
             "topology": self.topology.name,
             "devices": self.topology.device_count,
             "mesh": dict(self.mesh),
@@ -168,6 +184,7 @@ class Report:
             *self._collective_lines(),
             "",
             *self._memory_lines(),
+            *self.warnings(),
         ]
         return "\n".join(lines)
 
@@ -212,7 +229,6 @@ class Report:
         return [
             *lines,
             f"  code of all kernels: {self.kernel_bundles:,} bundles",
-            *code_warnings(self.kernels),
         ]
 
     def _cycle_lines(self) -> list[str]:
