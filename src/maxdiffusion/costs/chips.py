@@ -79,6 +79,10 @@ class Chip:
             return None
         return replace(self, clock_share=self.unpinned_share)
 
+    def at_peak(self) -> "Chip":
+        """Returns the chip at the clock of the stated peak."""
+        return replace(self, clock_share=1.0)
+
     def as_run(self, *, pinned: bool) -> "Chip":
         """Returns the chip at the clock that a job gets, by whether its flags pin the clock.
 

@@ -473,12 +473,10 @@ def lay_out_parameters(parameters: WanParameters, builder: ProgramBuilder) -> No
     models = builder.models
     for state in parameters.transformers.values():
         lay_out(state, builder.weights)
-    encoders = ((parameters.text_encoder, models.text_encoder),)
-    if models.image_encoder is not None:
-        encoders += ((parameters.image_encoder, models.image_encoder),)
-    for state, model in encoders:
-        if state is not None:
-            lay_out(state, model.on(builder.mesh))
+    if parameters.text_encoder is not None:
+        lay_out(parameters.text_encoder, models.text_encoder.on(builder.mesh))
+    if parameters.image_encoder is not None and models.image_encoder is not None:
+        lay_out(parameters.image_encoder, models.image_encoder.on(builder.mesh))
 
 
 def _with_rooms(state: nnx.State, builder: ProgramBuilder) -> nnx.State:

@@ -281,8 +281,8 @@ class Bench:
         names = all_gather_str("bench hosts", this_process().host)
         slowest = int(np.argmax(hosts))
         return {
-            "mesh": dict(builder.mesh.shape),
-            "tokens": shape.latent.tokens,
+            **prepared.step_facts(),
+            "attention": case.attention,
             "runs": prepared.attention.self_attention.runs,
             "compile_seconds": compiled,
             "step_seconds": seconds,

@@ -231,6 +231,7 @@ def assemble(
         pins_clock=pinned,
         flags=os.environ.get(VARIABLE, ""),
         copied_weights=weight_copies(schedule),
+        job=planned.step_facts(),
     )
 
 

@@ -87,7 +87,8 @@ class Report:
     `step` and `video` are at the clock of the topology's chip, which is the one that the flags of
     the job give. `peak_step` is at the clock of the stated peak, `unpinned_step` at the one that
     power management leaves, where it is known. `pins_clock` and `flags` are those of the job.
-    `copied_weights` are the bytes of weights that each step copies to other tiles.
+    `copied_weights` are the bytes of weights that each step copies to other tiles. `job` has the
+    facts by which a measured run is recognised as this job.
     """
 
     topology: Topology
@@ -107,6 +108,7 @@ class Report:
     pins_clock: bool = False
     flags: str = ""
     copied_weights: Mapping[str, int] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mfu(self) -> float:
@@ -133,6 +135,7 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything by name; the figures that scripts compare come first."""
+        slower = self.topology.chip.unpinned()
         return {
             "predicted_seconds_per_step": self.step.total,
             "clock_hz": self.topology.chip.clock_hz,
@@ -140,6 +143,8 @@ class Report:
             "job_pins_clock": self.pins_clock,
             "peak_clock_seconds_per_step": self.peak_step.total,
             "unpinned_seconds_per_step": self.unpinned_step and self.unpinned_step.total,
+            "peak_clock_hz": self.topology.chip.at_peak().clock_hz,
+            "unpinned_clock_hz": None if slower is None else slower.clock_hz,
             "libtpu_flags": self.flags,
             "bound_seconds_per_step": self.bounds.head_dim_aware,
             "spec_bound_seconds_per_step": self.bounds.spec,
@@ -156,7 +161,10 @@ class Report:
             "devices": self.topology.device_count,
             "mesh": dict(self.mesh),
             "attention": self.attention,
+            "job": dict(self.job),
             "seconds": self.step.parts(),
+            "peak_clock_seconds": self.peak_step.parts(),
+            "unpinned_seconds": self.unpinned_step and self.unpinned_step.parts(),
             "predicted_seconds_per_video": self.video.total,
             "seconds_of_programs": self.video.as_json(),
             "flops_per_step": self.flops.parts(),
