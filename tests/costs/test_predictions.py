@@ -82,7 +82,7 @@ def test_the_clock_of_the_run_counts(write):
     unpinned = line(2.5, libtpu_flags="--xla_a=1")
     run = write("\n".join(map(json.dumps, [line(2.5), unpinned])), "steps.jsonl")
     pinned, other = describe([run, write(REPORT, "report.json")]).split("\n\n")
-    assert "The model is WRONG for this step: it predicts -20.0%" in pinned
+    assert "The model is WRONG for this step: its prediction is off by -20.0%" in pinned
     assert "clock not pinned" in other
     assert "within 10% (+0.0%)" in other
 

@@ -218,7 +218,7 @@ def _verdict(run: Measurement, prediction: Prediction, clock: int) -> list[str]:
         lines = [f"  The step is predicted within {TOLERANCE:.0%} ({error:+.1%})."]
     else:
         lines = [
-            f"  The model is WRONG for this step: it predicts {error:+.1%} of what was measured."
+            f"  The model is WRONG for this step: its prediction is off by {error:+.1%}."
         ]
     if not run.parts:
         return [*lines, "  Without a profile the parts of the step are not known."]
