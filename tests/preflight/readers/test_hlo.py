@@ -156,24 +156,24 @@ def test_weights_that_a_step_copies_to_other_tiles_are_found(step):
 
 def test_reads_of_weights_are_no_copies():
     """Prefetches, slices of a layer, products and small tables stay where they are."""
-    weight = 'bf16[4,512,512]{2,1,0} parameter(0), metadata={op_name="inputs[0].a"}'
-    table = 'bf16[4,512]{1,0} parameter(1), metadata={op_name="inputs[0].b"}'
+    weight = 'bf16[4,2048,2048]{2,1,0} parameter(0), metadata={op_name="inputs[0].a"}'
+    table = 'bf16[4,2048]{1,0} parameter(1), metadata={op_name="inputs[0].b"}'
     text = f"""
-%slice (p: bf16[4,512,512]) -> bf16[1,512,512] {{
-  %p = bf16[4,512,512]{{2,1,0}} parameter(0)
-  ROOT %s = bf16[1,512,512]{{2,1,0}} dynamic-slice(%p)
+%slice (p: bf16[4,2048,2048]) -> bf16[1,2048,2048] {{
+  %p = bf16[4,2048,2048]{{2,1,0}} parameter(0)
+  ROOT %s = bf16[1,2048,2048]{{2,1,0}} dynamic-slice(%p)
 }}
-ENTRY %main (a: bf16[4,512,512], b: bf16[4,512]) -> bf16[1,512,512] {{
+ENTRY %main (a: bf16[4,2048,2048], b: bf16[4,2048]) -> bf16[1,2048,2048] {{
   %a = {weight}
   %b = {table}
-  %copy-start = (bf16[4,512,512]{{2,1,0:S(1)}}, u32[]) copy-start(%a)
-  %small = bf16[4,512]{{0,1}} copy(%b)
-  ROOT %f = bf16[1,512,512]{{2,1,0}} fusion(%a), calls=%slice
+  %copy-start = (bf16[4,2048,2048]{{2,1,0:S(1)}}, u32[]) copy-start(%a)
+  %small = bf16[4,2048]{{0,1}} copy(%b)
+  ROOT %f = bf16[1,2048,2048]{{2,1,0}} fusion(%a), calls=%slice
 }}
 """
     assert weight_copies(read_program(text)) == {}
     whole = text.replace("ROOT %f = bf16[1,", "ROOT %f = bf16[4,")
-    assert weight_copies(read_program(whole)) == {"inputs[0].a": 4 * 512 * 512 * 2}
+    assert weight_copies(read_program(whole)) == {"inputs[0].a": 4 * 2048 * 2048 * 2}
 
 
 def test_a_text_without_entry_is_refused():

@@ -155,7 +155,7 @@ def count_cycles(program: ScheduledProgram, layers: int, chip: Chip) -> Cycles:
 # The first argument of a program is the weights; the compiler keeps the names of arguments.
 _WEIGHT = re.compile(r"(?:inputs\[0\]|weights)(\W.*)?")
 # Smaller ones, such as norms and tables, are moved in microseconds.
-_LEAST_COPY = 2**20
+_LEAST_COPY = 2**24
 
 
 def weight_copies(program: ScheduledProgram) -> dict[str, int]:
