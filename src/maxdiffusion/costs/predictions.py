@@ -217,9 +217,7 @@ def _verdict(run: Measurement, prediction: Prediction, clock: int) -> list[str]:
     if abs(error) <= TOLERANCE:
         lines = [f"  The step is predicted within {TOLERANCE:.0%} ({error:+.1%})."]
     else:
-        lines = [
-            f"  The model is WRONG for this step: its prediction is off by {error:+.1%}."
-        ]
+        lines = [f"  The model is WRONG for this step: its prediction is off by {error:+.1%}."]
     if not run.parts:
         return [*lines, "  Without a profile the parts of the step are not known."]
     gaps = {part: run.parts[part] - prediction.parts[part][clock] for part in run.parts}
