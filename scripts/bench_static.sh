@@ -21,7 +21,7 @@ report() { # NAME ARGUMENTS...: writes FOLDER/NAME.json unless it exists
   [ -s "$folder/$name.json" ] && return
   echo "$name: $*" >&2
   "$BENCH_PYTHON" -m maxdiffusion.preflight_wan configs/base_wan_27b.yml topology=tpu7x:2x2x1 \
-    report="$folder/$name.json" "$@" >"$folder/$name.txt"
+    tpu_pin_clock=true report="$folder/$name.json" "$@" >"$folder/$name.txt"
 }
 
 # With `compare` only the denoise step is compiled.

@@ -105,7 +105,13 @@ def with_small_kernels(builder: Any, shape: Any) -> Any:
 
 def show(text: str, layers: int, least: int, chip: Any) -> None:
     """Prints the operations of a layer, then their sums."""
-    from maxdiffusion.preflight.readers.cycles import count_cycles, cycles_of, purpose_of, visits
+    from maxdiffusion.preflight.readers.cycles import (
+        count_cycles,
+        cycles_of,
+        purpose_of,
+        visits,
+        weight_copies,
+    )
     from maxdiffusion.preflight.readers.hlo import read_program
 
     program = read_program(text)
@@ -121,17 +127,10 @@ def show(text: str, layers: int, least: int, chip: Any) -> None:
     sums = {purpose.value: count for purpose, count in cycles.per_layer.items()}
     for purpose, count in sorted(sums.items(), key=lambda row: -row[1]):
         print(f"{count:>11,} {purpose}")
-    print(f"{moved_at_start(program):>11,} bytes of weights written again before the first layer")
-    print(json.dumps({"cycles_per_layer_outside_kernels": cycles.layer, **sums}))
-
-
-def moved_at_start(program: Any) -> int:
-    """Returns the bytes of arrays that a SparseCore changes to another layout outside of layers."""
-    return sum(
-        one.bytes
-        for one in program.computations[program.entry]
-        if one.opcode.endswith("-done") and "data-format" in one.name
-    )
+    copied = sum(weight_copies(program).values())
+    print(f"{copied:>11,} bytes of weights copied to other tiles before the first layer")
+    figures = {"cycles_per_layer_outside_kernels": cycles.layer, "copied_weight_bytes": copied}
+    print(json.dumps(figures | sums))
 
 
 def source_of(stack: Sequence[Any]) -> str:

@@ -94,9 +94,10 @@ def prepare(topology: str) -> None:
     """Sets flags and environment of libtpu, which it reads when jax starts."""
     from maxdiffusion.costs.chips import read_topology
     from maxdiffusion.preflight.devices import prepare_environment
-    from maxdiffusion.runtime.tpu_flags import AUTO, apply_flags, target_chip
+    from maxdiffusion.runtime.tpu_flags import AUTO, PINNED_CLOCK, apply_flags, target_chip
 
-    apply_flags(AUTO, target_chip(topology))
+    chip = target_chip(topology)
+    apply_flags(AUTO, chip, pin_clock=chip in PINNED_CLOCK.chips)
     prepare_environment(read_topology(topology))
 
 
@@ -111,9 +112,10 @@ def table_row(title: str, report: Mapping[str, Any]) -> str:
         if name.startswith("encode") or name == "text_encoder"
     )
     decode = programs["decode"]["seconds"]
-    step = report["predicted_seconds_per_step"]
+    steps_per_clock = (report["peak_clock_seconds_per_step"], report["unpinned_seconds_per_step"])
+    step = " / ".join(f"{seconds:.3f}" for seconds in steps_per_clock if seconds)
     memory = report["hbm_bytes_per_device"] / GIB
-    cells = (title, str(steps), f"{step:.3f}", f"{encoders:.2f}", f"{decode:.2f}", f"{total:.1f}")
+    cells = (title, str(steps), step, f"{encoders:.2f}", f"{decode:.2f}", f"{total:.1f}")
     return f"| {' | '.join(cells)} | {memory:.1f} |"
 
 

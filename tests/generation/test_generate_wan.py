@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from maxdiffusion.costs.predictions import describe
+from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.runtime.video import read_metadata, read_video
 from tests.generation.command_line import TINY, generate_wan
 
@@ -169,6 +171,30 @@ def test_times_add_up_in_the_timing_file(on_eight_devices: Run) -> None:
     experts = [(step["timestep"], step["expert"].split("-")[0]) for step in steps]
     assert experts == 2 * [(999.0, "high"), (857.0, "low"), (600.0, "low")]
     assert timing["run"]["mesh"]["ulysses"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_is_held_to_its_prediction(on_eight_devices: Run, tmp_path: Path) -> None:
+    """A report with the facts of this run, which predicts a thousandth of any second."""
+    timing = on_eight_devices.folder / "timing.json"
+    report = {
+        "job": json.loads(timing.read_text())["run"],
+        "clock_hz": 1e9,
+        "peak_clock_hz": 1e9,
+        "unpinned_clock_hz": None,
+        "unpinned_seconds": None,
+        "kernels": [],
+        "peak_clock_seconds": {"projections": 1e-3},
+        "seconds_of_programs": {"decode": {"seconds_per_run": 1e-3}},
+    }
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    text = describe([str(timing), str(path)])
+    assert "timing.json: 8 x cpu, " in text
+    assert "The model is WRONG for this step" in text
+    assert text.count("<--") == 2, "the step and the decoding"
+    with pytest.raises(ProblemsFound, match="device_kind is 'cpu', predicted for 'TPU"):
+        describe([str(timing)])
 
 
 @pytest.mark.slow

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from jax.experimental.layout import Layout
 
 from maxdiffusion import WanPipeline
 from maxdiffusion.errors import ProblemsFound, RunFailed
+from maxdiffusion.models import abstract
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.wan import noting_programs
 from tests.marking import slow_except
@@ -64,6 +66,21 @@ def test_latents_and_frames_equal_those_of_diffusers(
 ) -> None:
     check_latents(pipeline, golden, name)
     check_frames(pipeline, golden, name)
+
+
+@pytest.mark.slow
+def test_device_layouts_of_weights_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, golden: dict[str, np.ndarray]
+) -> None:
+    """Every program of a run takes its weights in the layout of `AbstractModel.on`."""
+    swapped = Layout(major_to_minor=(0, 2, 1))
+    chosen = lambda sharding, shape, dtype: swapped if len(shape) == 3 else None  # noqa: E731
+    monkeypatch.setattr(abstract, "parameter_layout", chosen)
+    pipeline = WanPipeline.from_pretrained(GOLDENS / "wan22_t2v", dtype="float32")
+    weights = pipeline.parameters.transformers["transformer"]
+    kernel = weights["blocks"]["attn1"]["to_q"]["kernel"].get_value()
+    assert kernel.format.layout.major_to_minor == (0, 2, 1)
+    check_latents(pipeline, golden, "pipe")
 
 
 @pytest.mark.slow

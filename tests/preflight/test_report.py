@@ -60,6 +60,13 @@ def report():
         arguments=1_652_910_080, outputs=544, temporaries=1_541_796_096, code=14_615_552
     )
     step = CompiledProgram(name="denoise_step", text="", memory=memory, flops=1.0, seconds=2.0)
+    seconds = step_time(
+        chip=topology.chip,
+        kernels={KERNEL.name: KernelTime(call=0.5e-3, step=2e-3)},
+        cycles=cycles.by_key(),
+        collectives=collectives,
+        network=grid_network(topology),
+    )
     return Report(
         topology=topology,
         mesh=MESH,
@@ -73,13 +80,8 @@ def report():
         collectives=collectives,
         flops=flops,
         bounds=step_bounds(flops, topology.chip, devices=8, head_dim=SIZES.head_dim),
-        step=step_time(
-            chip=topology.chip,
-            kernels={KERNEL.name: KernelTime(call=0.5e-3, step=2e-3)},
-            cycles=cycles.by_key(),
-            collectives=collectives,
-            network=grid_network(topology),
-        ),
+        step=seconds,
+        peak_step=seconds,
         video=VideoTime(programs={"denoise_step": Runs(seconds=0.5, times=40)}),
     )
 
@@ -108,16 +110,39 @@ def test_code_near_the_size_of_instruction_memory_is_warned_of(report, bundles, 
 
 def test_a_prediction_states_its_clock_and_flags(report):
     slower = dataclasses.replace(report.step, exposed_collectives=1.0)
-    found = dataclasses.replace(report, unpinned_step=slower, flags="--xla_a=1")
+    clocked = dataclasses.replace(report.topology, chip=report.topology.chip.as_run(pinned=False))
+    found = dataclasses.replace(
+        report, topology=clocked, step=slower, unpinned_step=slower, flags="--xla_a=1"
+    )
     content, text = found.as_json(), found.describe()
-    assert content["clock_hz"] == pytest.approx(2.2e9, rel=1e-3)
+    assert content["predicted_seconds_per_step"] == slower.total
+    assert content["clock_hz"] == pytest.approx(1.939e9, rel=1e-3)
+    assert content["peak_clock_seconds_per_step"] == report.step.total
     assert content["unpinned_seconds_per_step"] == slower.total
     assert content["libtpu_flags"] == "--xla_a=1"
     assert not content["job_pins_clock"]
-    assert "at 2.200 GHz, the clock of the stated peak" in text
-    assert "at 1.939 GHz, not pinned" in text
-    assert "this job does not pin the clock" in text
+    assert "at 1.939 GHz, not pinned (effective, as published)" in text
+    assert "this job does not pin the clock; pinned (tpu_pin_clock: true)" in text
     assert "flags: --xla_a=1" in text
+
+
+@pytest.mark.parametrize(
+    ("chip", "pinned", "gigahertz"),
+    [("tpu7x", True, 2.200), ("tpu7x", False, 1.939), ("v6e", False, 1.751)],
+)
+def test_the_clock_is_the_one_that_the_flags_give(chip, pinned, gigahertz):
+    """No unpinned measurement is known for a v6e, so its clock is that of the stated peak."""
+    assert CHIPS[chip].as_run(pinned=pinned).clock_hz / 1e9 == pytest.approx(gigahertz, abs=1e-3)
+
+
+def test_weights_that_a_step_copies_are_warned_of(report):
+    assert report.as_json()["copied_weight_bytes_per_step"] == 0
+    found = dataclasses.replace(report, copied_weights={"a": 3 * 10**9, "b": 10**9})
+    (warning,) = found.as_json()["warnings"]
+    # Read and written once at 3690 GB/s.
+    assert "copies 2 weights, 4.0 GB, to other tiles in every step" in warning
+    assert "at least 2.168 ms" in warning
+    assert warning in found.describe()
 
 
 def test_parts_add_up(report):

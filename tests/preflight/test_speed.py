@@ -36,6 +36,11 @@ def test_a_layer_outside_kernels(layer):
     assert "RoPE" not in figures, "positions are turned in the pass that moves heads"
 
 
+def test_no_weight_is_copied_in_a_step(layer):
+    """Weights are loaded in the tiles that products read (docs/design/weight_layouts.md)."""
+    assert json.loads(layer.splitlines()[-1])["copied_weight_bytes"] == 0
+
+
 def test_collectives_overlap_with_products_and_kernels(layer):
     """Keys and values are traded and hop, queries go over and their output comes back."""
     names = [line.split()[3] for line in layer.splitlines() if " exchange copies  " in line]

@@ -79,6 +79,17 @@ class Chip:
             return None
         return replace(self, clock_share=self.unpinned_share)
 
+    def at_peak(self) -> "Chip":
+        """Returns the chip at the clock of the stated peak."""
+        return replace(self, clock_share=1.0)
+
+    def as_run(self, *, pinned: bool) -> "Chip":
+        """Returns the chip at the clock that a job gets, by whether its flags pin the clock.
+
+        Where no unpinned measurement is known, that is the clock of the stated peak.
+        """
+        return self if pinned else self.unpinned() or self
+
     def seconds(self, cycles: float) -> float:
         """Returns the duration of `cycles`."""
         return cycles / self.clock_hz

@@ -469,13 +469,9 @@ def summarise(job: ResolvedJob, timings: Timings, report: FixedMReport) -> None:
 
 def run_details(job: ResolvedJob) -> dict[str, object]:
     """Returns the facts about a run that its timing file records."""
-    mesh = job.builder.mesh
     return {
         "software": f"maxdiffusion {__version__}",
-        "device_kind": mesh.devices.flat[0].device_kind,
-        "devices": mesh.size,
-        "mesh": dict(mesh.shape),
-        "attention": job.choices.attention,
+        **job.step_facts(),
         "videos": job.workload.videos,
         "videos_at_a_time": job.shape.videos,
         "config": job.choices.fields_of(job.config),

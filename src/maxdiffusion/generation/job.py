@@ -9,6 +9,7 @@ The problems of all steps are raised together.
 """
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,7 @@ from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.mesh.resolve import AxisSizes, MeshRequest, MeshSplit, resolve
 from maxdiffusion.pipelines.programs import ProgramBuilder, ProgramShape
 from maxdiffusion.pipelines.spec import WanSpec, open_wan_folder
+from maxdiffusion.runtime.tpu_flags import VARIABLE
 
 SearchTiles = Callable[[ProgramBuilder, Config, ProgramShape], ProgramBuilder]
 """Returns the builder with the best block sizes for its kernels: preflight's tile search."""
@@ -132,6 +134,21 @@ class ResolvedJob:
         """Lines of the start-up plan: choices, tiles that a search has found, inputs, steps."""
         tiles = tile_notes(self.attention)
         return (*self.choices.notes, *tiles, *self.input_notes, *self.step_notes)
+
+    def step_facts(self) -> dict[str, Any]:
+        """Returns what the time of a step depends on; timing files and predictions record it."""
+        mesh, transformer = self.builder.mesh, self.builder.spec.transformer
+        return {
+            "device_kind": mesh.devices.flat[0].device_kind,
+            "devices": mesh.size,
+            "mesh": {str(axis): size for axis, size in mesh.shape.items()},
+            "attention": self.choices.attention,
+            "tokens": self.shape.latent.tokens,
+            "model_batch": self.shape.model_batch,
+            "layers": transformer.layers,
+            "model_dim": transformer.model_dim,
+            "libtpu_flags": os.environ.get(VARIABLE, ""),
+        }
 
     def with_searched_tiles(self, search: SearchTiles) -> "ResolvedJob":
         """Returns the job with the block sizes of a search, and attention planned for them."""

@@ -11,10 +11,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 AXES = ("data", "fsdp", "ring", "ulysses", "tensor")
@@ -233,6 +235,25 @@ def partition_spec(
 def parameter_sharding(mesh: Mesh, dims: tuple[str, ...], shape: tuple[int, ...]) -> NamedSharding:
     """Returns the sharding of a weight; dimensions of stacked layers come before `dims`."""
     return NamedSharding(mesh, partition_spec(mesh, PARAMETER_AXIS_RULES, dims=dims, shape=shape))
+
+
+# Tiles in which matrix products read stacked bfloat16 weights, by kind of device. A compiler that
+# gets them in other tiles copies all of them before the first layer of every run, and Layout.AUTO
+# does not choose tiles (docs/design/weight_layouts.md). Devices that are not here read the default.
+WEIGHT_TILES: Mapping[str, tuple[tuple[int, ...], ...]] = {"tpu7x": ((16, 128), (2, 1))}
+
+
+def parameter_layout(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any) -> Layout | None:
+    """Returns the device layout of the matrices of stacked layers; None for the default.
+
+    Sharded matrices have the default: XLA (jax 0.10.2) ignores tiles of arguments that it shards.
+    """
+    tiles = WEIGHT_TILES.get(sharding.mesh.devices.flat[0].device_kind.lower())
+    if tiles is None or len(shape) != 3 or dtype != jnp.bfloat16:
+        return None
+    if not sharding.is_fully_replicated or shape[1] % tiles[0][0] or shape[2] % tiles[0][1]:
+        return None
+    return Layout(major_to_minor=(0, 1, 2), tiling=tiles)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Models without weights: the graph, and the shape, dtype and sharding of every parameter."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar, cast
@@ -7,11 +8,12 @@ from typing import Any, Generic, TypeVar, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.mesh import parameter_sharding
+from maxdiffusion.mesh import parameter_layout, parameter_sharding
 
 T = TypeVar("T")
 Model = TypeVar("Model", bound=nnx.Module)
@@ -58,12 +60,15 @@ class AbstractModel(Generic[Model]):
         return cls(graph=graph, parameters=parameters)
 
     def on(self, mesh: Mesh) -> nnx.State:
-        """Returns the abstract parameters with their shardings on the mesh."""
+        """Returns the abstract parameters with their shardings and device layouts on the mesh."""
         shardings = self.shardings(mesh)
 
         def placed(path: str, variable: nnx.Variable) -> nnx.Variable:
-            shape = jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[path])
-            return variable.replace(shape)
+            shape, dtype, sharding = variable.shape, variable.dtype, shardings[path]
+            is_matrix = path.endswith(f".{KERNEL}")
+            layout = parameter_layout(sharding, shape, dtype) if is_matrix else None
+            where = sharding if layout is None else Format(layout, sharding)
+            return variable.replace(jax.ShapeDtypeStruct(shape, dtype, sharding=where))
 
         flat = nnx.to_flat_state(self.parameters)
         return nnx.from_flat_state([(path, placed(dotted(path), one)) for path, one in flat])
@@ -85,6 +90,27 @@ class AbstractModel(Generic[Model]):
     def merge(self, values: Mapping[str, jax.Array]) -> Model:
         """Returns the model with these parameters."""
         return nnx.merge(self.graph, self.state(values))
+
+
+def lay_out(state: nnx.State, wanted: nnx.State) -> None:
+    """Copies the parameters of `state`, in place, to the device layouts of `wanted`.
+
+    Those without a layout stay as they are. One is copied at a time, and the old array is freed
+    before the next, so the devices hold one parameter more than before.
+    """
+    held = dict(nnx.to_flat_state(state))
+    for path, leaf in nnx.to_flat_state(wanted):
+        form = leaf.get_value().format
+        if isinstance(form.layout, Layout) and path in held:
+            array = held[path].get_value()
+            if array.format.layout != form.layout:
+                held[path].set_value(jax.block_until_ready(_copier(form)(array)))
+
+
+@functools.cache
+def _copier(form: Format) -> Callable[[jax.Array], jax.Array]:
+    """Returns the program that copies an array to a layout; parameters of one shape share it."""
+    return jax.jit(lambda array: array, out_shardings=form)
 
 
 def dotted(path: tuple[Any, ...]) -> str:

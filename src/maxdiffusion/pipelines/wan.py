@@ -48,6 +48,7 @@ from maxdiffusion.pipelines.weights import (
     LoraMethods,
     WanParameters,
     component_sources,
+    lay_out_parameters,
     load_wan_parameters,
 )
 from maxdiffusion.runtime.timing import StepTime
@@ -101,6 +102,7 @@ class VideoPipeline(LoraMethods):
         attention: Mapping[ProgramShape, BlockAttention] | None = None,
         folder: ModelFolder | None = None,
     ):
+        lay_out_parameters(parameters, builder)
         self.builder = builder
         self.parameters = parameters
         self._folder = folder
@@ -164,6 +166,7 @@ class VideoPipeline(LoraMethods):
 
     def with_parameters(self: Pipeline, parameters: WanParameters) -> Pipeline:
         """Returns a pipeline with other weights of the same sizes; compiled programs are shared."""
+        lay_out_parameters(parameters, self.builder)
         other = copy.copy(self)
         other.parameters = parameters
         other._folder = other._lora = None  # these weights are not those of the files
@@ -196,6 +199,7 @@ class VideoPipeline(LoraMethods):
         finally:
             ordered = {name: held[name] for name in self.builder.spec.experts if name in held}
             self.parameters = replace(self.parameters, transformers=ordered)
+        lay_out_parameters(self.parameters, self.builder)
 
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> WanOutput:

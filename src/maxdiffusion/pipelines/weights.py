@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from maxdiffusion.checkpoints.diffusers_folder import ModelFolder, download, is_hub_id
 from maxdiffusion.checkpoints.load import ComponentSource, Progress, load_components, source_shapes
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.models.abstract import lay_out
 from maxdiffusion.models.umt5.checkpoint import umt5_map
 from maxdiffusion.models.vae.checkpoint import vae_map
 from maxdiffusion.models.wan.checkpoint import transformer_map
@@ -462,6 +463,20 @@ def load_wan_parameters(
         image_encoder=states.get("image_encoder"),
     )
     return LoadedParameters(parameters=parameters, messages=messages)
+
+
+def lay_out_parameters(parameters: WanParameters, builder: ProgramBuilder) -> None:
+    """Copies parameters, in place, to the device layouts that the programs of a builder read.
+
+    Devices whose programs read the default layouts copy nothing.
+    """
+    models = builder.models
+    for state in parameters.transformers.values():
+        lay_out(state, builder.weights)
+    if parameters.text_encoder is not None:
+        lay_out(parameters.text_encoder, models.text_encoder.on(builder.mesh))
+    if parameters.image_encoder is not None and models.image_encoder is not None:
+        lay_out(parameters.image_encoder, models.image_encoder.on(builder.mesh))
 
 
 def _with_rooms(state: nnx.State, builder: ProgramBuilder) -> nnx.State:

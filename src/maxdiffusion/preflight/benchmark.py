@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.experimental.layout import Format
 
 from maxdiffusion import __version__
 from maxdiffusion.config.load import read_config
@@ -281,8 +281,8 @@ class Bench:
         names = all_gather_str("bench hosts", this_process().host)
         slowest = int(np.argmax(hosts))
         return {
-            "mesh": dict(builder.mesh.shape),
-            "tokens": shape.latent.tokens,
+            **prepared.step_facts(),
+            "attention": case.attention,
             "runs": prepared.attention.self_attention.runs,
             "compile_seconds": compiled,
             "step_seconds": seconds,
@@ -331,14 +331,14 @@ def random_weights(builder: ProgramBuilder) -> nnx.State:
 
 def drawn(leaf: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns one random array, small enough to keep activations of any depth finite."""
-    return drawing(leaf.shape, leaf.dtype, leaf.sharding)(jax.random.key(0))
+    return drawing(leaf.shape, leaf.dtype, leaf.format)(jax.random.key(0))
 
 
 @cache
-def drawing(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Callable[..., Any]:
-    """Returns the program that draws parameters of one shape and sharding; layers share it."""
+def drawing(shape: tuple[int, ...], dtype: Any, form: Format) -> Callable[..., Any]:
+    """Returns the program that draws parameters of one shape and format; layers share it."""
     return jax.jit(
-        lambda key: jax.random.uniform(key, shape, dtype, -0.05, 0.05), out_shardings=sharding
+        lambda key: jax.random.uniform(key, shape, dtype, -0.05, 0.05), out_shardings=form
     )
 
 

@@ -61,7 +61,7 @@ from maxdiffusion.preflight.compile import (
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.kernels import kernel_process
 from maxdiffusion.preflight.readers.collectives import find_collectives
-from maxdiffusion.preflight.readers.cycles import count_cycles
+from maxdiffusion.preflight.readers.cycles import count_cycles, weight_copies
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, residence
 from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
@@ -192,7 +192,9 @@ def assemble(
     schedule = read_program(step.text)
     cycles = count_cycles(schedule, transformer.layers, chip)
     collectives = find_collectives(schedule, mesh.shape)
-    links = network(job.topology, mesh.devices.flatten().tolist())
+    pinned = pins_clock(chip.name)
+    topology = replace(job.topology, chip=chip.as_run(pinned=pinned))
+    links = network(topology, mesh.devices.flatten().tolist())
     flops = step_flops(planned)
 
     def step_at(clocked: Chip) -> StepTime:
@@ -201,12 +203,12 @@ def assemble(
             kernels=kernel_times(planned, figures, clocked),
             cycles=cycles.by_key(),
             collectives=collectives,
-            network=replace(links, topology=replace(job.topology, chip=clocked)),
+            network=replace(links, topology=replace(topology, chip=clocked)),
         )
 
-    seconds, slower = step_at(chip), chip.unpinned()
+    seconds, slower = step_at(topology.chip), chip.unpinned()
     return Report(
-        topology=job.topology,
+        topology=topology,
         mesh=dict(mesh.shape),
         attention=planned.choices.attention,
         programs=programs,
@@ -224,9 +226,12 @@ def assemble(
         ),
         step=seconds,
         video=video_time(programs, program_runs(planned), seconds.total, network=links),
+        peak_step=step_at(chip),
         unpinned_step=None if slower is None else step_at(slower),
-        pins_clock=pins_clock(chip.name),
+        pins_clock=pinned,
         flags=os.environ.get(VARIABLE, ""),
+        copied_weights=weight_copies(schedule),
+        job=planned.step_facts(),
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from maxdiffusion.config.load import ParsedConfig, read_config
-from maxdiffusion.costs.chips import GIB, Topology, topology_of_size
+from maxdiffusion.costs.chips import GIB, Topology, read_topology, topology_of_size
 from maxdiffusion.costs.flops import step_bounds
 from maxdiffusion.costs.planner import Choice, Task, choices, explain
 from maxdiffusion.costs.step_time import COPIES, EXPOSED, format_seconds
@@ -19,6 +19,7 @@ from maxdiffusion.preflight.command import compiled_report, plan_for_topology, s
 from maxdiffusion.preflight.compile import DENOISE_STEP
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.plots import Bar, RankingRow, ranking_page, require_matplotlib
+from maxdiffusion.runtime.tpu_flags import pins_clock
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,10 @@ def compare(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
         )
         entries.append(Ranked(row=row, json={"report": report.as_json()}))
     entries.sort(key=lambda entry: entry.row.bar.total)
-    publish(parsed, f"predicted seconds per step, {parsed.config.topology}", entries)
+    chip = read_topology(parsed.config.topology).chip
+    clock = chip.as_run(pinned=pins_clock(chip.name)).clock
+    title = f"predicted seconds per step, {parsed.config.topology} at {clock}"
+    publish(parsed, title, entries)
 
 
 def entry_overrides(entry: str) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ def scan(parsed: ParsedConfig) -> None:
             continue
         logger.info(f"context {context}, {explain(found)}")
         entries.append(scan_entry(task, found[0]))
-    publish(parsed, "estimated seconds per step", entries)
+    publish(parsed, f"estimated seconds per step at {chip.clock}", entries)
 
 
 def task_of(job: ResolvedJob, topology: Topology) -> Task:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -84,8 +84,11 @@ def state_bytes(state: nnx.State) -> int:
 class Report:
     """Everything that preflight finds out about a job; every figure is of one device.
 
-    `step` is at the clock of the topology's chip, `unpinned_step` at the one that power management
-    leaves, where it is known. `pins_clock` and `flags` are those that the job runs with.
+    `step` and `video` are at the clock of the topology's chip, which is the one that the flags of
+    the job give. `peak_step` is at the clock of the stated peak, `unpinned_step` at the one that
+    power management leaves, where it is known. `pins_clock` and `flags` are those of the job.
+    `copied_weights` are the bytes of weights that each step copies to other tiles. `job` has the
+    facts by which a measured run is recognised as this job.
     """
 
     topology: Topology
@@ -100,9 +103,12 @@ class Report:
     bounds: Bounds
     step: StepTime
     video: VideoTime
+    peak_step: StepTime
     unpinned_step: StepTime | None = None
     pins_clock: bool = False
     flags: str = ""
+    copied_weights: Mapping[str, int] = field(default_factory=dict)
+    job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mfu(self) -> float:
@@ -114,14 +120,31 @@ class Report:
         """Returns the bundles of the code of all kernels."""
         return sum(kernel.code_bundles for kernel in self.kernels)
 
+    def warnings(self) -> list[str]:
+        """Returns what the prediction does not include."""
+        copied = sum(self.copied_weights.values())
+        if not copied:
+            return code_warnings(self.kernels)
+        seconds = 2 * copied / self.topology.chip.hbm_bandwidth
+        return [
+            *code_warnings(self.kernels),
+            f"WARNING: denoise_step copies {len(self.copied_weights)} weights, "
+            f"{copied / 1e9:.1f} GB, to other tiles in every step, which the prediction does not "
+            f"include: at least {format_seconds(seconds)} (docs/design/weight_layouts.md)",
+        ]
+
     def as_json(self) -> dict[str, Any]:
         """Returns everything by name; the figures that scripts compare come first."""
+        slower = self.topology.chip.unpinned()
         return {
             "predicted_seconds_per_step": self.step.total,
             "clock_hz": self.topology.chip.clock_hz,
             "clock": self.topology.chip.clock,
             "job_pins_clock": self.pins_clock,
+            "peak_clock_seconds_per_step": self.peak_step.total,
             "unpinned_seconds_per_step": self.unpinned_step and self.unpinned_step.total,
+            "peak_clock_hz": self.topology.chip.at_peak().clock_hz,
+            "unpinned_clock_hz": None if slower is None else slower.clock_hz,
             "libtpu_flags": self.flags,
             "bound_seconds_per_step": self.bounds.head_dim_aware,
             "spec_bound_seconds_per_step": self.bounds.spec,
@@ -132,12 +155,16 @@ class Report:
             "cycles_per_layer_outside_kernels": self.cycles.layer,
             "kernels": [kernel.as_json() for kernel in self.kernels],
             "kernel_code_bundles": self.kernel_bundles,
-            "warnings": code_warnings(self.kernels),
+            "copied_weight_bytes_per_step": sum(self.copied_weights.values()),
+            "warnings": self.warnings(),
             "topology": self.topology.name,
             "devices": self.topology.device_count,
             "mesh": dict(self.mesh),
             "attention": self.attention,
+            "job": dict(self.job),
             "seconds": self.step.parts(),
+            "peak_clock_seconds": self.peak_step.parts(),
+            "unpinned_seconds": self.unpinned_step and self.unpinned_step.parts(),
             "predicted_seconds_per_video": self.video.total,
             "seconds_of_programs": self.video.as_json(),
             "flops_per_step": self.flops.parts(),
@@ -165,6 +192,7 @@ class Report:
             *self._collective_lines(),
             "",
             *self._memory_lines(),
+            *self.warnings(),
         ]
         return "\n".join(lines)
 
@@ -184,11 +212,14 @@ class Report:
         ]
 
     def _clock_lines(self) -> list[str]:
-        chip, lines = self.topology.chip, [f"  at {self.topology.chip.clock}"]
-        slower = chip.unpinned()
-        if slower is not None and self.unpinned_step is not None:
-            lines.append(f"  {format_seconds(self.unpinned_step.total)}/step at {slower.clock}")
-            lines.append(f"  this job {'pins' if self.pins_clock else 'does not pin'} the clock")
+        lines = [f"  at {self.topology.chip.clock}"]
+        if self.unpinned_step is not None:
+            pins = "pins the clock" if self.pins_clock else "does not pin the clock"
+            peak, other = format_seconds(self.peak_step.total), self.unpinned_step.total
+            lines.append(
+                f"  this job {pins}; pinned (tpu_pin_clock: true) {peak}/step, "
+                f"not pinned {format_seconds(other)}/step"
+            )
         return [*lines, f"  flags: {self.flags or 'none'}"]
 
     def _kernel_lines(self) -> list[str]:
@@ -206,7 +237,6 @@ class Report:
         return [
             *lines,
             f"  code of all kernels: {self.kernel_bundles:,} bundles",
-            *code_warnings(self.kernels),
         ]
 
     def _cycle_lines(self) -> list[str]:

@@ -15,6 +15,7 @@ from maxdiffusion.preflight.readers.cycles import (
     count_cycles,
     purpose_of,
     visits,
+    weight_copies,
 )
 from maxdiffusion.preflight.readers.hlo import read_program
 from tests.preflight.recorded import recorded
@@ -142,6 +143,37 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 }
 """
     assert count_cycles(read_program(text), 1, TPU7X).all == 10
+
+
+def test_weights_that_a_step_copies_to_other_tiles_are_found(step):
+    """The recorded step was compiled for weights in default tiles: all eight matrices."""
+    copied = weight_copies(step)
+    assert len(copied) == 8
+    assert all("['kernel']" in name and name.startswith("inputs[0]['blocks']") for name in copied)
+    width, mlp, layers = 5120, 13824, 2
+    assert sum(copied.values()) == 2 * layers * (6 * width**2 + 2 * width * mlp)
+
+
+def test_reads_of_weights_are_no_copies():
+    """Prefetches, slices of a layer, products and small tables stay where they are."""
+    weight = 'bf16[4,2048,2048]{2,1,0} parameter(0), metadata={op_name="inputs[0].a"}'
+    table = 'bf16[4,2048]{1,0} parameter(1), metadata={op_name="inputs[0].b"}'
+    text = f"""
+%slice (p: bf16[4,2048,2048]) -> bf16[1,2048,2048] {{
+  %p = bf16[4,2048,2048]{{2,1,0}} parameter(0)
+  ROOT %s = bf16[1,2048,2048]{{2,1,0}} dynamic-slice(%p)
+}}
+ENTRY %main (a: bf16[4,2048,2048], b: bf16[4,2048]) -> bf16[1,2048,2048] {{
+  %a = {weight}
+  %b = {table}
+  %copy-start = (bf16[4,2048,2048]{{2,1,0:S(1)}}, u32[]) copy-start(%a)
+  %small = bf16[4,2048]{{0,1}} copy(%b)
+  ROOT %f = bf16[1,2048,2048]{{2,1,0}} fusion(%a), calls=%slice
+}}
+"""
+    assert weight_copies(read_program(text)) == {}
+    whole = text.replace("ROOT %f = bf16[1,", "ROOT %f = bf16[4,")
+    assert weight_copies(read_program(whole)) == {"inputs[0].a": 4 * 2048 * 2048 * 2}
 
 
 def test_a_text_without_entry_is_refused():

@@ -1,6 +1,7 @@
 """Sums the compiler's cycle estimates outside of attention kernels, by purpose."""
 
 import enum
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -149,6 +150,40 @@ def count_cycles(program: ScheduledProgram, layers: int, chip: Chip) -> Cycles:
         total=dict(total),
         per_layer={purpose: round(cycles / layers) for purpose, cycles in chosen.items()},
     )
+
+
+# The first argument of a program is the weights; the compiler keeps the names of arguments.
+_WEIGHT = re.compile(r"(?:inputs\[0\]|weights)(\W.*)?")
+# Smaller ones, such as norms and tables, are moved in microseconds.
+_LEAST_COPY = 2**24
+
+
+def weight_copies(program: ScheduledProgram) -> dict[str, int]:
+    """Returns the bytes of weights that a program copies whole, by name, each time it runs.
+
+    The compiler does so with weights in other tiles than its products read, often on the
+    SparseCore and then without an estimate of cycles. Prefetches into VMEM do not count.
+    """
+    entry = program.computations[program.entry]
+    weights = {
+        one.name: one
+        for one in entry
+        if one.opcode == "parameter"
+        and one.bytes >= _LEAST_COPY
+        and _WEIGHT.fullmatch(one.operation)
+    }
+    copied = {
+        name
+        for one in entry
+        if one.opcode in ("copy", "transpose")
+        or "data-format" in one.name
+        or (one.opcode == "fusion" and _only_moves(program, one))
+        for name in one.operands
+        if name in weights and one.bytes >= weights[name].bytes
+    }
+    return {
+        weights[name].operation.replace("\\", ""): weights[name].bytes for name in sorted(copied)
+    }
 
 
 def cycles_of(instruction: Instruction, chip: Chip) -> int:

@@ -90,6 +90,11 @@ class Instruction:
         found = re.search(pattern, self.text)
         return found[1] if found else ""
 
+    @property
+    def operands(self) -> list[str]:
+        """Returns the names of the operands."""
+        return re.findall(r"%([\w.\-]+)", self.attribute(rf" {self.opcode}\(([^)]*)\)"))
+
     def called(self, *names: str) -> list[str]:
         """Returns the computations that the attributes `names` refer to."""
         words = "|".join(names)
