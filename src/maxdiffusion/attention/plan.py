@@ -292,7 +292,7 @@ class AttentionPlan(Attention):
             f"keys: {describe_padding(self.padded_kv_len, problem.kv_len)}",
             self.scheme.padding(problem.shard),
             self._repeated_heads(),
-            "" if backend.differentiable else "forward only: this kernel has no gradient",
+            "" if backend.differentiable else "forward only: no gradient",
         ]
         return "\n  ".join(line for line in lines if line)
 
@@ -406,7 +406,7 @@ def with_gradient(plan: AttentionPlan) -> AttentionPlan:
     forward_only = Problem(
         name="attention",
         value=plan.name,
-        rule=f"{plan.backend.title} has no gradient",
+        rule=f"{plan.backend.title} has no gradient in {plan.backend.precision.value}",
         remedy=f"Train with one of {', '.join(differentiable_names())}",
     )
     raise UnsupportedAttention(plan.name, [forward_only])
@@ -454,13 +454,13 @@ def _fuses(
 ) -> bool:
     """Returns whether one kernel can do qk-norm, RoPE and the head layout.
 
-    That kernel has no gradient, needs all heads of a token at once, as many of keys as of queries,
-    and takes head widths of whole lanes.
+    That kernel needs all heads of a token at once, as many of keys as of queries, and takes head
+    widths of whole lanes.
     """
     return (
         problem.platform == "tpu"
         and scheme.partitioning is Partitioning.MANUAL
-        and not backend.differentiable
+        and backend.fuses_projections
         and problem.mesh.tensor == 1
         and problem.heads_per_key_head == 1
         and problem.head_dim % LANES == 0

@@ -64,6 +64,7 @@ def output(partial: Partials, dtype: DTypeLike) -> Float[Array, "B S N H"]:
 
 Queries = Float[Array, "B S N H"]
 Keys = Float[Array, "B T N H"]
+LogSum = Float[Array, "B S N"]
 PreparedKeys = Shaped[Array, "B _ N _"]
 """Keys as `preprocess_kv` returns them; a lossy product may pack them."""
 Stats = TypeVar("Stats")
@@ -132,9 +133,10 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     """
 
     title: ClassVar[str]
-    differentiable: ClassVar[bool] = False
-    has_shard_gradients: ClassVar[bool] = False
-    """Whether `gradients` over some of the keys exist."""
+    gradient_precisions: ClassVar[tuple[Precision, ...]] = ()
+    """Precisions in which this backend has a gradient."""
+    fuses_projections: ClassVar[bool] = False
+    """Whether one pass does qk-norm, RoPE and the head layout before this backend."""
     searched_sizes: ClassVar[tuple[str, ...]] = ()
     """Block sizes that a tile search sets; none for a backend without a Pallas kernel."""
     softmaxes: ClassVar[tuple[Softmax, ...]] = (Softmax.ONLINE,)
@@ -144,6 +146,16 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     options: AttentionOptions
     softmax: Softmax = Softmax.ONLINE
     precision: Precision = Precision.NATIVE
+
+    @property
+    def differentiable(self) -> bool:
+        """Returns whether `attend` has a gradient."""
+        return self.precision in self.gradient_precisions
+
+    @property
+    def has_shard_gradients(self) -> bool:
+        """Returns whether `gradients` over some of the keys exist."""
+        return False
 
     def __post_init__(self) -> None:
         if self.softmax not in self.softmaxes or self.precision not in self.precisions:
@@ -200,6 +212,26 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
         """Returns attention over these keys, the last ones, and those of `carry`."""
         return output(self.accumulate(q, k, v, kv_mask, stats, carry), q.dtype)
 
+    def finalize_with_log_sum(
+        self,
+        q: Queries,
+        k: PreparedKeys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        stats: Stats,
+        carry: Partials | None,
+    ) -> tuple[Queries, LogSum]:
+        """Returns what `finalize` does, and the natural log of the sum of all exponentials.
+
+        `gradients` takes both. The log-sum of a row without keys is -inf.
+        """
+        total = self.accumulate(q, k, v, kv_mask, stats, carry)
+        return output(total, q.dtype), self.log_sum(total)
+
+    def log_sum(self, partial: Partials) -> LogSum:
+        """Returns the natural log of the sum of exponentials of a partial."""
+        return partial.m + jnp.log(partial.l)
+
     def gradients(
         self,
         q: Queries,
@@ -207,12 +239,14 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
         v: Keys,
         kv_mask: LocalKVMask,
         out: Queries,
-        log_sum: Float[Array, "B S N"],
+        log_sum: LogSum,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
         """Returns what these keys add to the gradient of q, and the gradients of k and v.
 
-        `out` and `log_sum` are over all keys.
+        `k` are keys as `preprocess_kv` returned them, `out` and `log_sum` are over all keys. Where
+        the keys were smoothed the gradient is also that of the keys before: the mean of all keys
+        adds the same to every score of a query, which softmax does not see.
         """
         raise NotImplementedError(f"{self.title} has no gradient over some of the keys")
 

@@ -1,4 +1,6 @@
-"""Backend of our Pallas flash kernel; forward only.
+"""Backend of our Pallas flash kernel.
+
+Its gradient is a kernel too, from the saved output and log-sum; float8 products have none.
 
 Two options change what a call needs to know of all keys, its `FlashStats`:
 
@@ -10,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 from maxdiffusion.attention.backends.base import (
     AttentionBackend,
     Keys,
+    LogSum,
     Precision,
     PreparedKeys,
     Queries,
@@ -26,8 +29,9 @@ from maxdiffusion.attention.backends.base import (
     Softmax,
     Tile,
     check_pallas,
+    output,
 )
-from maxdiffusion.attention.options import flash_blocks
+from maxdiffusion.attention.options import flash_backward_blocks, flash_blocks
 from maxdiffusion.attention.problem import LocalKVMask
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.kernels import flash
@@ -41,9 +45,13 @@ FP8_QUERIES_AT_ONCE = 256
 """Queries of a score tile in float8: more would not leave their scores in registers."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class FlashStats:
     """Statistics of all keys: norms and then bounds for fixed-m, the scale of keys for fp8."""
+
+    # As a pytree it also holds descriptions of arrays instead.
+    __no_type_check__: ClassVar[bool] = True
 
     key_norms: flash.KeyNorms | None = None
     bounds: flash.FixedMBounds | None = None
@@ -59,9 +67,36 @@ def forward_only(arrays: Arrays) -> Arrays:
 @forward_only.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "our flash kernel has no gradient: train with ring, tokamax_ring, ulysses_ring, "
-        "ulysses, flash, tokamax_flash or dot_product"
+        "our flash kernel has no gradient here: float8 products have none, and partials only "
+        "inside a scheme that has; train with ulysses_ring_custom or ulysses_custom"
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(
+    backend: "FlashBackend", q: Queries, k: Keys, v: Keys, known: dict[str, Any]
+) -> Queries:
+    """Returns attention over all keys; `known` are the arrays of the mask and the bounds."""
+    return flash.flash_attention(q, k, v, **backend.settings(q.shape[2]), **known)
+
+
+def _attend_forward(
+    backend: "FlashBackend", q: Queries, k: Keys, v: Keys, known: dict[str, Any]
+) -> tuple[Queries, Any]:
+    total = flash.flash_attention_partials(q, k, v, **backend.settings(q.shape[2]), **known)
+    out, log_sum = output(total, q.dtype), backend.log_sum(total)
+    return out, (q, k, v, known, out, log_sum)
+
+
+def _attend_backward(
+    backend: "FlashBackend", saved: Any, d_out: Queries
+) -> tuple[Queries, Keys, Keys, None]:
+    q, k, v, known, out, log_sum = saved
+    grads = backend.kernel_gradients((q, k, v), known, (out, log_sum, d_out), q.dtype.name)
+    return *grads, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 @final
@@ -73,11 +108,20 @@ class FlashBackend(AttentionBackend[FlashStats]):
     searched_sizes = SEARCHED
     softmaxes = (Softmax.ONLINE, Softmax.FIXED_M)
     precisions = (Precision.NATIVE, Precision.FP8)
+    gradient_precisions = (Precision.NATIVE,)
+    fuses_projections = True
+
+    @property
+    def has_shard_gradients(self) -> bool:
+        """Returns whether products are native: float8 has no gradient."""
+        return self.differentiable
 
     def attend(
         self, q: Queries, k: PreparedKeys, v: Keys, kv_mask: LocalKVMask, stats: FlashStats
     ) -> Queries:
         """Returns attention over all keys."""
+        if self.differentiable:
+            return _attend(self, q, k, v, self._known(k, kv_mask, stats))
         q, k, v = forward_only((q, k, v))
         return flash.flash_attention(q, k, v, **self._call(q, k, kv_mask, stats))
 
@@ -116,15 +160,60 @@ class FlashBackend(AttentionBackend[FlashStats]):
         call = self._call(q, k, kv_mask, stats)
         return flash.flash_attention(q, k, v, before=carry, **call)
 
+    def gradients(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        out: Queries,
+        log_sum: LogSum,
+        d_out: Queries,
+    ) -> tuple[Queries, Keys, Keys]:
+        """Returns what these keys add to the gradient of q, and those of k and v, in float32."""
+        known = self._known(k, kv_mask, FlashStats())
+        return self.kernel_gradients((q, k, v), known, (out, log_sum, d_out), "float32")
+
+    def kernel_gradients(
+        self,
+        qkv: tuple[Queries, Keys, Keys],
+        known: dict[str, Any],
+        outcome: tuple[Queries, LogSum, Queries],
+        dtype: str,
+    ) -> tuple[Queries, Keys, Keys]:
+        """Returns the gradients of q, k and v in `dtype`; `known` has the mask of the keys."""
+        from maxdiffusion.kernels.flash.backward import flash_gradients
+
+        grads = flash_gradients(
+            qkv,
+            outcome,
+            blocks=flash_backward_blocks(self.problem, self.options),
+            options=self.kernel_options,
+            kv_len=known["kv_len"],
+            kv_mask=known["kv_mask"],
+            out_dtype=dtype,
+        )
+        return grads.d_q, grads.d_k, grads.d_v
+
+    def log_sum(self, partial: Partials) -> LogSum:
+        """Returns the natural log of the sum of exponentials; m is in units of the exponent."""
+        return partial.m / self.kernel_options.exponent.per_nat + jnp.log(partial.l)
+
     def _call(
         self, q: Queries, k: PreparedKeys, kv_mask: LocalKVMask, stats: FlashStats
     ) -> dict[str, Any]:
-        length = kv_mask.length
+        return {**self.settings(q.shape[2]), **self._known(k, kv_mask, stats)}
+
+    def settings(self, heads: int) -> dict[str, Any]:
+        """Returns the block sizes and the options of a call with this number of heads."""
         # Heads that became batch rows (to have a mask each) come one at a time.
-        per_tile = math.gcd(self.blocks.heads_per_tile, q.shape[2])
+        per_tile = math.gcd(self.blocks.heads_per_tile, heads)
+        blocks = replace(self.blocks, heads_per_tile=per_tile)
+        return {"blocks": blocks, "options": self.kernel_options}
+
+    def _known(self, k: PreparedKeys, kv_mask: LocalKVMask, stats: FlashStats) -> dict[str, Any]:
+        length = kv_mask.length
         return {
-            "blocks": replace(self.blocks, heads_per_tile=per_tile),
-            "options": self.kernel_options,
             "kv_len": None if length is None else jnp.full((k.shape[0],), length, jnp.int32),
             "kv_mask": kv_mask.mask,
             "bounds": stats.bounds,
@@ -138,13 +227,17 @@ class FlashBackend(AttentionBackend[FlashStats]):
         if self.softmax is Softmax.ONLINE and self.precision is Precision.NATIVE:
             return k, FlashStats()
         attended = kv_mask.valid(k.shape[0], k.shape[1])
-        mean = flash.KeyTotal(*reducer.psum(*flash.key_total(k, attended))).mean()
+        # Statistics move no softmax: that of the keys less their mean is the same, and so is that
+        # against any bound.
+        keys, values = (jax.lax.stop_gradient(x) for x in (k, v))
+        mean = flash.KeyTotal(*reducer.psum(*flash.key_total(keys, attended))).mean()
         if self.precision is Precision.FP8:
-            reach = flash.KeyRange(*reducer.pmax(*flash.key_range(k, attended)))
+            reach = flash.KeyRange(*reducer.pmax(*flash.key_range(keys, attended)))
             split = flash.split_keys(k, mean, reach.scale(mean), interpret=self.interpret)
             return split.packed, FlashStats(key_scale=split.scale)
         k = flash.smooth_keys(k, attended, mean=mean)
-        norms = flash.KeyNorms(*reducer.pmax(*flash.key_norms(k, v, attended)))
+        smoothed = jax.lax.stop_gradient(k)
+        norms = flash.KeyNorms(*reducer.pmax(*flash.key_norms(smoothed, values, attended)))
         return k, FlashStats(key_norms=norms)
 
     def preprocess_q(self, q: Queries, stats: FlashStats) -> FlashStats:
@@ -153,7 +246,7 @@ class FlashBackend(AttentionBackend[FlashStats]):
             return stats
         exponent = self.kernel_options.exponent
         bounds = flash.gate_heads(
-            flash.query_norm(q, exponent=exponent),
+            flash.query_norm(jax.lax.stop_gradient(q), exponent=exponent),
             stats.key_norms,
             dtype=self.problem.dtype.name,
             keys=flash.Keys.SMOOTHED,

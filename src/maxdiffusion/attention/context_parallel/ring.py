@@ -9,21 +9,20 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Int, Shaped
 
 from maxdiffusion.attention.backends import AnyBackend, Reducer
-from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries, output
+from maxdiffusion.attention.backends.base import Keys, LogSum, PreparedKeys, Queries
 from maxdiffusion.attention.context_parallel.base import Collective, SplitKV
 from maxdiffusion.attention.problem import (
     KVMask,
     LocalKVMask,
     LocalProblem,
 )
-from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 Mask = Bool[Array, "B _"]
-Residuals = tuple[Queries, Keys, Keys, Mask | None, Queries, Float[Array, "B S N"]]
+Residuals = tuple[list[Queries], Keys, Keys, Mask | None, list[tuple[Queries, LogSum]]]
 
 
 @jax.named_scope(COLLECTIVE_SCOPE)
@@ -98,39 +97,36 @@ class Ring(SplitKV):
         The first group has the first call and the last one, so others may arrive late and leave
         early.
         """
-        if backend.has_shard_gradients:
-            attend = differentiable_ring(self, backend, kv_mask)
-            return [attend(q, k, v, kv_mask.mask) for q in queries]
         here = kv_mask.shard(self.source(0), self.degree)
         with jax.named_scope("kernel"):
             k, kv_stats = backend.preprocess_kv(k, v, here, RingReducer(self.axes))
             stats = [backend.preprocess_q(q, kv_stats) for q in queries]
+        if backend.has_shard_gradients:
+            attend = differentiable_ring(self, backend, kv_mask)
+            return attend([*queries], k, v, kv_mask.mask, stats)
+        return self.run(queries, (k, v), kv_mask, stats, backend, backend.finalize)
+
+    def run(
+        self,
+        queries: Sequence[Queries],
+        kv: tuple[PreparedKeys, Keys],
+        kv_mask: KVMask,
+        stats: Sequence[Any],
+        backend: AnyBackend,
+        finalize: Callable[..., Any],
+    ) -> list[Any]:
+        """Returns what `finalize` returns for each group at the last hop."""
         groups = range(len(queries))
         results: list[Any] = [None] * len(queries)
-        for hop, (k_hop, v_hop, mask) in enumerate(self.shards(k, v, kv_mask)):
+        for hop, (k_hop, v_hop, mask) in enumerate(self.shards(*kv, kv_mask)):
             last = hop == self.degree - 1
-            call = backend.finalize if last else backend.accumulate
+            call = finalize if last else backend.accumulate
             for group in reversed(groups) if last else groups:
                 with jax.named_scope("kernel"):
                     results[group] = call(
                         queries[group], k_hop, v_hop, mask, stats[group], results[group]
                     )
         return results
-
-    def partials(
-        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
-    ) -> Partials:
-        """Returns the partial over the keys of the whole ring."""
-        here = kv_mask.shard(self.source(0), self.degree)
-        with jax.named_scope("kernel"):
-            k, stats = backend.preprocess_kv(k, v, here, RingReducer(self.axes))
-            stats = backend.preprocess_q(q, stats)
-        carry: Partials | None = None
-        for k_hop, v_hop, mask in self.shards(k, v, kv_mask):
-            with jax.named_scope("kernel"):
-                carry = backend.accumulate(q, k_hop, v_hop, mask, stats, carry)
-        assert carry is not None
-        return carry
 
     def shards(
         self, k: PreparedKeys, v: Keys, kv_mask: KVMask
@@ -177,33 +173,42 @@ class Ring(SplitKV):
 
 def differentiable_ring(
     ring: Ring, backend: AnyBackend, kv_mask: KVMask
-) -> Callable[[Queries, Keys, Keys, Mask | None], Queries]:
-    """Returns the ring's attention with its own gradient; it saves the output and its log-sum."""
+) -> Callable[[list[Queries], Keys, Keys, Mask | None, list[Any]], list[Queries]]:
+    """Returns the ring's attention with its own gradient; it saves outputs and their log-sums.
 
-    def forward(q: Queries, k: Keys, v: Keys, mask: Mask | None) -> tuple[Queries, Residuals]:
-        total = ring.partials(q, k, v, kv_mask=kv_mask.with_mask(mask), backend=backend)
-        out = output(total, q.dtype)
-        log_sum = total.m + jnp.log(total.l)
-        return out, (q, k, v, mask, out, log_sum)
+    It takes keys and statistics as the backend's `preprocess_kv` and `preprocess_q` return them.
+    """
 
-    def backward(saved: Residuals, d_out: Queries) -> tuple[Queries, Keys, Keys, None]:
-        q, k, v, mask, out, log_sum = saved
-        d_q = jnp.zeros(q.shape, jnp.float32)
+    def primal(
+        queries: list[Queries], k: Keys, v: Keys, mask: Mask | None, stats: list[Any]
+    ) -> list[Queries]:
+        masked = kv_mask.with_mask(mask)
+        return ring.run(queries, (k, v), masked, stats, backend, backend.finalize)
+
+    def forward(
+        queries: list[Queries], k: Keys, v: Keys, mask: Mask | None, stats: list[Any]
+    ) -> tuple[list[Queries], Residuals]:
+        masked, finalize = kv_mask.with_mask(mask), backend.finalize_with_log_sum
+        results = ring.run(queries, (k, v), masked, stats, backend, finalize)
+        return [out for out, _ in results], (queries, k, v, mask, results)
+
+    def backward(saved: Residuals, d_outs: list[Queries]) -> tuple[Any, ...]:
+        queries, k, v, mask, results = saved
+        d_queries = [jnp.zeros(q.shape, jnp.float32) for q in queries]
         d_k, d_v = (jnp.zeros(part.shape, jnp.float32) for part in (k, v))
         for k_hop, v_hop, arrived in ring.shards(k, v, kv_mask.with_mask(mask)):
-            with jax.named_scope("kernel"):
-                more = backend.gradients(q, k_hop, v_hop, arrived, out, log_sum, d_out)
-            d_q, d_k, d_v = (
-                total + part.astype(jnp.float32)
-                for total, part in zip((d_q, d_k, d_v), more, strict=True)
-            )
+            for group, (q, (out, log_sum)) in enumerate(zip(queries, results, strict=True)):
+                with jax.named_scope("kernel"):
+                    more = backend.gradients(q, k_hop, v_hop, arrived, out, log_sum, d_outs[group])
+                totals = zip((d_queries[group], d_k, d_v), more, strict=True)
+                d_queries[group], d_k, d_v = (
+                    total + part.astype(jnp.float32) for total, part in totals
+                )
             # The gradients make one more hop than the keys: `degree` hops bring them home.
             d_k, d_v = ring.rotate(d_k, d_v)
-        return d_q.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype), None
+        d_queries = [d_q.astype(v.dtype) for d_q in d_queries]
+        return d_queries, d_k.astype(v.dtype), d_v.astype(v.dtype), None, None
 
-    @jax.custom_vjp
-    def attend(q: Queries, k: Keys, v: Keys, mask: Mask | None) -> Queries:
-        return forward(q, k, v, mask)[0]
-
+    attend = jax.custom_vjp(primal)
     attend.defvjp(forward, backward)
     return attend

@@ -4,7 +4,7 @@ api     flash_attention and its reference: layouts and the pallas_call
 config  options and array sizes of a call           plan     frozen description of a call
 body    one grid step                               tiles    unmasked and masked tiles
 vmem    VMEM by arithmetic; plan_kernel refuses     fixed_m  bound, gate, key smoothing
-fp8     Q.K^T in float8 (lossy)
+fp8     Q.K^T in float8 (lossy)                     backward*  its gradient: plan, body, call
 """
 
 from maxdiffusion.kernels.flash.api import (

@@ -228,7 +228,7 @@ def kernel_inputs(
         attended = kv_mask
         if kv_len is not None:
             attended = attended & (jnp.arange(keys)[None, :] < kv_len[:, None])
-        limits, full = _mask_limits(attended), _full_blocks(plan, attended)
+        limits, full = mask_limits(attended), _full_blocks(plan, attended)
         mask = attended.astype(jnp.int32)[:, None, :]
     elif kv_len is not None:
         limits = jnp.clip(kv_len, 0, keys).astype(jnp.int32)
@@ -244,7 +244,7 @@ def kernel_inputs(
     return KernelInputs(limits, full, key_norm, fixed, key_scale, q, k, v, mask, sums)
 
 
-def _mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, " B"]:
+def mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, " B"]:
     """Returns one past the last attended key."""
     past = jnp.arange(1, attended.shape[1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(attended, past[None, :], 0), axis=1)
