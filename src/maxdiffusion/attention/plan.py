@@ -402,6 +402,11 @@ def _plan(
 def with_gradient(plan: AttentionPlan) -> AttentionPlan:
     """Returns the plan, if it can be trained through; raises with the names that can."""
     if plan.backend.differentiable:
+        found = Collector()
+        with found:
+            plan.backend.check_gradient()
+        if found.problems:
+            raise UnsupportedAttention(plan.name, found.problems)
         return plan
     forward_only = Problem(
         name="attention",

@@ -1,5 +1,7 @@
 """Gradients of the backward kernel against float64: shapes, masks, scales, and bad inputs."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ from maxdiffusion.kernels.flash.backward import (
     flash_gradients,
     reference_gradients,
 )
-from maxdiffusion.kernels.flash.backward_plan import plan_backward, query_chunks
+from maxdiffusion.kernels.flash.backward_plan import plan_backward
 from maxdiffusion.kernels.tpu import BlockSizes
 from tests.kernels.flash.cases import Case
 from tests.kernels.flash.gradients import Exact, exact_gradients
@@ -171,8 +173,25 @@ def test_what_cannot_run_is_refused_before_it_is_traced(blocks, options, said):
         plan_backward(SHAPE, blocks, options)
 
 
-def test_queries_are_cut_into_calls_of_about_equal_length():
-    chunks = query_chunks(75_600, backward_blocks(resident=40_960), 1)
-    assert chunks == [(0, 37_888), (37_888, 75_600)]
-    assert query_chunks(1000, backward_blocks(resident=1024), 2) == [(0, 512), (512, 1000)]
-    assert query_chunks(1000, backward_blocks(), 1) == [(0, 1000)]
+def test_queries_are_cut_into_as_many_calls_as_they_need():
+    def lengths(blocks: BlockSizes, **changes: int) -> list[int]:
+        shape = replace(SHAPE, **changes)
+        return [plan.shape.q_len for plan in plan_backward(shape, blocks, FlashOptions())]
+
+    blocks = backward_blocks(2048, 4096, 1024)
+    assert lengths(blocks, q_len=37_800) == [37_800]
+    assert lengths(replace(blocks, block_q_dq=40_960)) == [37_888, 37_712]
+    assert lengths(replace(blocks, block_q_dq=1024), q_len=1000, heads=10) == [512, 488]
+    # 75 MiB of float32 for the gradient of twice as many queries.
+    assert lengths(blocks, q_len=151_200) == [50_432, 50_432, 50_336]
+
+
+def test_sums_over_several_calls_are_float32():
+    (whole,) = plan_backward(
+        SHAPE, backward_blocks(512, 1024, 1024), FlashOptions(), out_dtype="bfloat16"
+    )
+    assert whole.out_dtype == "bfloat16"
+    parts = plan_backward(
+        SHAPE, backward_blocks(512, 1024, 1024, 40_960), FlashOptions(), out_dtype="bfloat16"
+    )
+    assert {part.out_dtype for part in parts} == {"float32"}

@@ -300,6 +300,10 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
         """Raises `ProblemsFound` if this backend cannot run its problem."""
         return
 
+    def check_gradient(self) -> None:
+        """Raises `ProblemsFound` if the gradient of this backend cannot run its problem."""
+        return
+
     def details(self) -> Sequence[str]:
         """Returns block sizes, memory and settings for the start-up report."""
         return ()

@@ -319,8 +319,15 @@ class FlashBackend(AttentionBackend[FlashStats]):
 
     def kernel_plans(self, blocks: BlockSizes) -> list[flash.KernelPlan]:
         """Returns the plan of each kernel call; raises `ProblemsFound` if one cannot run."""
+        return [
+            flash.plan_kernel(shape, blocks, self.kernel_options, masked=True, **kind)
+            for shape in self._shapes()
+            for kind in self._call_kinds()
+        ]
+
+    def _shapes(self) -> list[flash.FlashShape]:
         problem = self.problem
-        shapes = [
+        return [
             flash.FlashShape(
                 batch=problem.batch,
                 q_len=problem.q_len,
@@ -331,11 +338,6 @@ class FlashBackend(AttentionBackend[FlashStats]):
                 dtype=problem.dtype.name,
             )
             for heads in sorted(set(problem.heads))
-        ]
-        return [
-            flash.plan_kernel(shape, blocks, self.kernel_options, masked=True, **kind)
-            for shape in shapes
-            for kind in self._call_kinds()
         ]
 
     def _call_kinds(self) -> Sequence[dict[str, bool]]:
@@ -369,6 +371,14 @@ class FlashBackend(AttentionBackend[FlashStats]):
                 )
             )
         problems.raise_if_any()
+
+    def check_gradient(self) -> None:
+        """Raises `ProblemsFound` if the backward kernel does not fit the chip."""
+        from maxdiffusion.kernels.flash.backward_plan import plan_backward
+
+        blocks = flash_backward_blocks(self.problem, self.options)
+        for shape in self._shapes():
+            plan_backward(shape, blocks, self.kernel_options, masked=True)
 
     def details(self) -> Sequence[str]:
         """Returns block sizes, exponent, scheduler, VMEM, and what is lossy or forced."""

@@ -26,7 +26,6 @@ from maxdiffusion.kernels.flash.backward_plan import (
     ROWS_PER_QUERY,
     BackwardPlan,
     plan_backward,
-    query_chunks,
     vmem_limit,
 )
 from maxdiffusion.kernels.flash.config import FlashOptions, FlashShape, Scheduler
@@ -37,7 +36,7 @@ NO_KEYS = 1e30
 
 
 class Gradients(NamedTuple):
-    """What some keys add to the gradient of q, and the gradients of these k and v."""
+    """Gradients of k and v, and the share of these keys in the gradient of q."""
 
     d_q: Float[Array, "B S N H"]
     d_k: Float[Array, "B T K H"]
@@ -49,8 +48,8 @@ class BackwardInputs(NamedTuple):
 
     limits: Array
     full: Array | None
-    q: Array
-    d_out: Array
+    qt: Array
+    d_ot: Array
     per_query: Array
     k: Array
     v: Array
@@ -85,19 +84,20 @@ def flash_gradients(
     q, k, v = qkv
     per_query = _per_query(*outcome, options)
     d_out = outcome[2].astype(q.dtype)
-    chunks = query_chunks(q.shape[1], blocks, q.shape[2] // k.shape[2])
-    call = functools.partial(
-        _call,
-        blocks=blocks,
-        options=options,
-        kv_len=kv_len,
-        kv_mask=kv_mask,
-        out_dtype=out_dtype if len(chunks) == 1 else "float32",
+    plans = plan_backward(
+        FlashShape.of(q, k, v),
+        blocks,
+        options,
+        masked=kv_mask is not None,
+        lengths=kv_len is not None,
+        out_dtype=out_dtype,
     )
-    parts = [
-        call((q[:, start:stop], k, v), d_out[:, start:stop], per_query[..., start:stop])
-        for start, stop in chunks
-    ]
+    parts, start = [], 0
+    for plan in plans:
+        run = slice(start, start + plan.shape.q_len)
+        queries = q[:, run], d_out[:, run], per_query[..., run]
+        parts.append(_call(plan, queries, (k, v), kv_len, kv_mask))
+        start = run.stop
     if len(parts) == 1:
         return parts[0]
     return Gradients(
@@ -121,35 +121,22 @@ def _per_query(
 
 
 def _call(
-    qkv: tuple[Array, Array, Array],
-    d_out: Array,
-    per_query: Array,
-    *,
-    blocks: BlockSizes,
-    options: FlashOptions,
+    plan: BackwardPlan,
+    queries: tuple[Array, Array, Array],
+    kv: tuple[Array, Array],
     kv_len: Array | None,
     kv_mask: Array | None,
-    out_dtype: str,
 ) -> Gradients:
-    """Returns the gradients of one call, whose queries fit into VMEM."""
-    plan = plan_backward(
-        FlashShape.of(*qkv),
-        blocks,
-        options,
-        masked=kv_mask is not None,
-        lengths=kv_len is not None,
-        out_dtype=out_dtype,
-    )
-    inputs = backward_inputs(plan, qkv, d_out, per_query, kv_len, kv_mask)
+    """Returns the gradients of one call, from q, d_out and shift with delta of its queries."""
+    inputs = backward_inputs(plan, queries, kv, kv_len, kv_mask)
     grads = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
     return Gradients(*(_from_kernel(plan, x) for x in grads))
 
 
 def backward_inputs(
     plan: BackwardPlan,
-    qkv: tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
-    d_out: Float[Array, "B S N H"],
-    per_query: Float[Array, "B N _ S"],
+    queries: tuple[Float[Array, "B S N H"], Float[Array, "B S N H"], Float[Array, "B N _ S"]],
+    kv: tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]],
     kv_len: Int[Array, " B"] | None,
     kv_mask: Bool[Array, "B T"] | None,
 ) -> BackwardInputs:
@@ -165,11 +152,16 @@ def backward_inputs(
         limits = jnp.clip(kv_len, 0, keys).astype(jnp.int32)
     else:
         limits = jnp.full(plan.shape.batch, keys, jnp.int32)
-    # Queries past the array are zeros; with zero shift and delta their gradients are zero too.
+    q, d_out, per_query = queries
+    # Scaled in float32 and rounded once, as in the forward pass.
+    scaled = (q.astype(jnp.float32) * plan.score_scale).astype(q.dtype)
+    qt, d_ot = (x.transpose(0, 2, 3, 1) for x in (scaled, d_out))
+    # Queries past the end are zeros; with zero shift and delta their gradients are zero too.
     spare = plan.q_blocks * plan.block_q - plan.shape.q_len
-    per_query = jnp.pad(per_query, ((0, 0), (0, 0), (0, 0), (0, spare)))
-    q, k, v = (_to_kernel(plan, x) for x in qkv)
-    return BackwardInputs(limits, full, q, _to_kernel(plan, d_out), per_query, k, v, mask)
+    widths = ((0, 0), (0, 0), (0, 0), (0, spare))
+    qt, d_ot, per_query = (jnp.pad(x, widths) for x in (qt, d_ot, per_query))
+    k, v = (_to_kernel(plan, x) for x in kv)
+    return BackwardInputs(limits, full, qt, d_ot, per_query, k, v, mask)
 
 
 def _full_blocks(plan: BackwardPlan, attended: Bool[Array, "B T"]) -> Int[Array, "B blocks"]:
@@ -236,7 +228,6 @@ def _attended_block(plan: BackwardPlan, b: Array, j: Array, limits: Any) -> Arra
 
 
 def _in_specs(plan: BackwardPlan) -> list[pl.BlockSpec]:
-    queries = _block(plan, plan.block_q, lambda b, n, j, i, _: _queries(plan, n, i))
     keys = _block(
         plan, plan.block_kv, lambda b, n, j, i, limits: (_attended_block(plan, b, j, limits), n)
     )
@@ -248,9 +239,12 @@ def _in_specs(plan: BackwardPlan) -> list[pl.BlockSpec]:
     def mask(b: Array, n: Array, j: Array, i: Array, limits: Any, *_: Any) -> tuple[Any, ...]:
         return b, 0, _attended_block(plan, b, j, limits)
 
-    rows = pl.BlockSpec((None, None, ROWS_PER_QUERY, plan.block_q), per_query)
+    rows = [
+        pl.BlockSpec((None, None, height, plan.block_q), per_query)
+        for height in (plan.shape.head_dim, plan.shape.head_dim, ROWS_PER_QUERY)
+    ]
     masks = [pl.BlockSpec((None, 1, plan.block_kv), mask)] if plan.masked else []
-    return [queries, queries, rows, keys, keys, *masks]
+    return [*rows, keys, keys, *masks]
 
 
 def _out_specs(plan: BackwardPlan) -> list[pl.BlockSpec]:
@@ -264,20 +258,21 @@ def _out_specs(plan: BackwardPlan) -> list[pl.BlockSpec]:
 
 def _out_shapes(plan: BackwardPlan, inputs: BackwardInputs) -> list[jax.ShapeDtypeStruct]:
     # Under shard_map every gradient varies over the mesh axes that the queries vary over.
-    varies = jax.typeof(inputs.q).manual_axis_type
-    dtype = jnp.dtype(plan.out_dtype)
-    arrays = (inputs.q, inputs.k, inputs.v)
-    return [jax.ShapeDtypeStruct(x.shape, dtype, manual_axis_type=varies) for x in arrays]
+    varies = jax.typeof(inputs.qt).manual_axis_type
+    dtype, shape = jnp.dtype(plan.out_dtype), plan.shape
+    queries: tuple[int, ...] = (shape.batch, shape.heads, shape.q_len, shape.head_dim)
+    if plan.folded:
+        queries = (shape.batch, shape.q_len, shape.heads * shape.head_dim)
+    shapes = (queries, inputs.k.shape, inputs.v.shape)
+    return [jax.ShapeDtypeStruct(x, dtype, manual_axis_type=varies) for x in shapes]
 
 
 def _scratch(plan: BackwardPlan) -> list[Any]:
-    width, block_q, block_kv = plan.shape.head_dim, plan.block_q, plan.block_kv
+    width, block_kv = plan.shape.head_dim, plan.block_kv
     scratch = [
-        pltpu.VMEM((plan.group_blocks, width, block_q), jnp.float32),
+        pltpu.VMEM((plan.group_blocks, width, plan.block_q), jnp.float32),
         pltpu.VMEM((width, block_kv), jnp.float32),
         pltpu.VMEM((width, block_kv), jnp.float32),
-        pltpu.VMEM((width, block_q), plan.dtype),
-        pltpu.VMEM((width, block_q), plan.dtype),
         pltpu.VMEM((width, block_kv), plan.dtype),
     ]
     if plan.partial_keys:

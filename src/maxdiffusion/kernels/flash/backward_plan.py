@@ -20,7 +20,6 @@ from maxdiffusion.kernels.flash.config import (
 from maxdiffusion.kernels.tpu import (
     LANES,
     MIB,
-    SUBLANES,
     VMEM_BYTES,
     BlockSizes,
     even_block,
@@ -30,8 +29,10 @@ from maxdiffusion.kernels.tpu import (
 
 MARGIN = 1.08
 """What the compiler is allowed beyond the computed need, when no limit is given."""
-Q_TILE = 512
+QUERIES_AT_ONCE = 512
 """Queries of a tile of scores: two passes of the 256 rows of an MXU for dK and dV."""
+KEYS_AT_ONCE = 256
+"""Keys of a tile of scores: the columns of an MXU for dK and dV."""
 ROWS_PER_QUERY = 2
 """Shift and delta of a query."""
 
@@ -69,13 +70,18 @@ class BackwardPlan:
 
     @property
     def kv_tile(self) -> int:
-        """Keys of one tile of scores."""
+        """Keys of one product for dQ."""
         return self.blocks.block_kv_dkv_compute
+
+    @property
+    def kv_step(self) -> int:
+        """Keys of one tile of scores."""
+        return fitting(KEYS_AT_ONCE, self.kv_tile)
 
     @property
     def q_tile(self) -> int:
         """Queries of one tile of scores."""
-        return fitting(Q_TILE, self.block_q)
+        return fitting(QUERIES_AT_ONCE, self.block_q)
 
     @property
     def q_blocks(self) -> int:
@@ -91,11 +97,6 @@ class BackwardPlan:
     def kv_blocks(self) -> int:
         """Blocks of keys; the last may be ragged."""
         return -(-self.shape.kv_len // self.block_kv)
-
-    @property
-    def ragged_queries(self) -> bool:
-        """Returns whether the last block of queries ends past the array."""
-        return self.shape.q_len % self.block_q > 0
 
     @property
     def partial_keys(self) -> bool:
@@ -118,7 +119,7 @@ def block_bytes(plan: BackwardPlan) -> int:
     """Returns the bytes of all blocks, each held twice so that the next arrives during work."""
     lanes = round_up(plan.shape.head_dim, LANES)
     itemsize, out = plan.dtype.itemsize, jnp.dtype(plan.out_dtype).itemsize
-    queries = plan.block_q * lanes * (2 * itemsize + out)
+    queries = plan.block_q * (2 * plan.shape.head_dim * itemsize + lanes * out)
     keys = plan.block_kv * lanes * 2 * (itemsize + out)
     rows = plan.block_q * ROWS_PER_QUERY * 4
     mask = plan.block_kv * 4 if plan.masked else 0
@@ -130,7 +131,7 @@ def scratch_bytes(plan: BackwardPlan) -> int:
     head_dim, itemsize = plan.shape.head_dim, plan.dtype.itemsize
     d_q = plan.group_blocks * plan.block_q * head_dim * 4
     d_kv = 2 * plan.block_kv * head_dim * 4
-    transposed = (2 * plan.block_q + plan.block_kv) * head_dim * itemsize
+    transposed = plan.block_kv * head_dim * itemsize
     visible = 0
     if plan.partial_keys:
         lanes = round_up(head_dim, LANES)
@@ -139,8 +140,14 @@ def scratch_bytes(plan: BackwardPlan) -> int:
 
 
 def spill_bytes(plan: BackwardPlan) -> int:
-    """Returns a bound of what the compiler keeps of scores and their gradients in VMEM."""
-    return plan.q_tile * plan.block_kv * 4
+    """Returns what the compiler keeps of a tile in VMEM, by its own figures (libtpu 0.0.42).
+
+    dS of the keys of one product for dQ wait for it; scores and their gradients are there for the
+    keys of this step and of the next. Operands of float32 products are kept in parts as well.
+    """
+    waiting = plan.kv_tile * plan.dtype.itemsize
+    scores = 12 * plan.kv_step
+    return plan.q_tile * (waiting + scores) * (2 if plan.dtype == jnp.float32 else 1)
 
 
 def vmem_bytes(plan: BackwardPlan) -> int:
@@ -172,18 +179,29 @@ def vmem_problems(plan: BackwardPlan) -> Sequence[Problem]:
             value=f"block_q_dkv={plan.block_q}, block_kv_dkv={plan.block_kv}, {queries} queries",
             rule=f"the backward pass needs {need / MIB:.1f} MiB of VMEM, more than the "
             f"{room / MIB:.1f} MiB it may use",
-            remedy="Use a smaller block_q_dq, block_kv_dkv or block_q_dkv",
+            remedy="Use a smaller block_kv_dkv or block_q_dkv",
         )
     ]
 
 
 def fit_blocks(shape: FlashShape, blocks: BlockSizes) -> BlockSizes:
-    """Returns the backward sizes, no longer than the sequences need; refuses broken ones."""
+    """Returns the backward sizes, no longer than the sequences need; refuses broken ones.
+
+    Blocks are about equal, and whole tiles.
+    """
     blocks.check_backward()
-    block_kv = even_block(blocks.block_kv_dkv, shape.kv_len, LANES)
-    tile = fitting(blocks.block_kv_dkv_compute, block_kv)
-    block_q = even_block(blocks.block_q_dkv, shape.q_len, LANES)
-    return replace(blocks, block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=tile)
+    tile = min(blocks.block_kv_dkv_compute, round_up(shape.kv_len, LANES))
+    q_tile = min(fitting(QUERIES_AT_ONCE, blocks.block_q_dkv), round_up(shape.q_len, LANES))
+    return replace(
+        blocks,
+        block_q_dkv=_whole_tiles(blocks.block_q_dkv, shape.q_len, q_tile),
+        block_kv_dkv=_whole_tiles(blocks.block_kv_dkv, shape.kv_len, tile),
+        block_kv_dkv_compute=tile,
+    )
+
+
+def _whole_tiles(most: int, length: int, tile: int) -> int:
+    return even_block(max(tile, most // tile * tile), length, tile)
 
 
 def plan_backward(
@@ -194,25 +212,39 @@ def plan_backward(
     masked: bool = False,
     lengths: bool = False,
     out_dtype: str = "float32",
-) -> BackwardPlan:
-    """Returns the plan of a backward call, or raises `ProblemsFound` with every reason against it.
+) -> list[BackwardPlan]:
+    """Returns the plans of the fewest calls that fit the VMEM, each for a run of the queries.
 
-    `masked` and `lengths` say whether the call has a key mask and key lengths.
+    `masked` and `lengths` say whether the calls have a key mask and key lengths; `block_q_dq`
+    limits the queries of a call. Where the gradients of keys are to be added up over several calls,
+    all are in float32. Raises `ProblemsFound` with every reason against it.
     """
     problems = [*shape_problems(shape, 1), *_lossy(options)]
     if problems:
         raise ProblemsFound(problems)
-    plan = BackwardPlan(
-        shape=shape,
-        blocks=fit_blocks(shape, blocks),
-        options=options,
-        masked=masked,
-        lengths=lengths,
-        out_dtype=out_dtype,
-    )
-    if too_much := vmem_problems(plan):
+    blocks.check_backward()
+
+    def of_queries(length: int) -> BackwardPlan:
+        run = replace(shape, q_len=length)
+        return BackwardPlan(
+            shape=run,
+            blocks=fit_blocks(run, blocks),
+            options=options,
+            masked=masked,
+            lengths=lengths,
+            out_dtype=out_dtype if length == shape.q_len else "float32",
+        )
+
+    least = of_queries(min(LANES, shape.q_len))
+    if too_much := vmem_problems(least):
         raise ProblemsFound(too_much)
-    return plan
+    size = min(shape.q_len, blocks.block_q_dq // shape.group or shape.q_len)
+    while vmem_problems(of_queries(size)):
+        size = shape.q_len // (-(-shape.q_len // size) + 1)
+    calls = -(-shape.q_len // size)
+    size = min(shape.q_len, round_up(-(-shape.q_len // calls), LANES))
+    starts = range(0, shape.q_len, size)
+    return [of_queries(min(size, shape.q_len - start)) for start in starts]
 
 
 def _lossy(options: FlashOptions) -> list[Problem]:
@@ -226,10 +258,3 @@ def _lossy(options: FlashOptions) -> list[Problem]:
             remedy="Use Product.NATIVE, by a name without fp8",
         )
     ]
-
-
-def query_chunks(q_len: int, blocks: BlockSizes, group: int) -> list[tuple[int, int]]:
-    """Returns starts and stops of the runs of queries of one call each."""
-    most = max(LANES, (blocks.block_q_dq or q_len * group) // group // SUBLANES * SUBLANES)
-    size = even_block(most, q_len, LANES) if q_len > most else q_len
-    return [(start, min(start + size, q_len)) for start in range(0, q_len, size)]
