@@ -214,6 +214,7 @@ TUNED_BACKWARD = {
     "v6e": _backward_tiles(2048, 4096, 1024),
 }
 INTERPRETED_BACKWARD = _backward_tiles(256, 256, 256)
+# For other chips, and for float32, whose products are six times as many and as much code.
 CAUTIOUS_BACKWARD = _backward_tiles(512, 1024, 1024)
 # For chips without a row, and for jax's and tokamax's splash: small enough for 16 MiB of VMEM.
 CAUTIOUS = _tiles(1024, 1024, 512, 512)
@@ -280,6 +281,8 @@ def flash_backward_blocks(problem: LocalProblem, options: AttentionOptions) -> B
     given = options.block_sizes
     if options.interprets(problem.platform):
         tuned = INTERPRETED_BACKWARD
+    elif problem.dtype.name == "float32":
+        tuned = CAUTIOUS_BACKWARD
     else:
         tuned = TUNED_BACKWARD.get(problem.chip, CAUTIOUS_BACKWARD)
     block_kv = given.block_kv_dkv or tuned.block_kv_dkv

@@ -140,14 +140,14 @@ def scratch_bytes(plan: BackwardPlan) -> int:
 
 
 def spill_bytes(plan: BackwardPlan) -> int:
-    """Returns what the compiler keeps of a tile in VMEM, by its own figures (libtpu 0.0.42).
+    """Returns what the compiler keeps of a tile in VMEM, from above (libtpu 0.0.42).
 
     dS of the keys of one product for dQ wait for it; scores and their gradients are there for the
-    keys of this step and of the next. Operands of float32 products are kept in parts as well.
+    keys of this step and of the next. float32 products keep the parts of their operands as well.
     """
-    waiting = plan.kv_tile * plan.dtype.itemsize
-    scores = 12 * plan.kv_step
-    return plan.q_tile * (waiting + scores) * (2 if plan.dtype == jnp.float32 else 1)
+    if plan.dtype == jnp.float32:
+        return plan.q_tile * (8 * plan.block_kv + 32 * plan.kv_step)
+    return plan.q_tile * (2 * plan.kv_tile + 13 * plan.kv_step)
 
 
 def vmem_bytes(plan: BackwardPlan) -> int:
