@@ -29,7 +29,6 @@ from maxdiffusion.attention.backends.base import (
     Softmax,
     Tile,
     check_pallas,
-    output,
 )
 from maxdiffusion.attention.options import flash_backward_blocks, flash_blocks
 from maxdiffusion.attention.problem import LocalKVMask
@@ -83,8 +82,11 @@ def _attend(
 def _attend_forward(
     backend: "FlashBackend", q: Queries, k: Keys, v: Keys, known: dict[str, Any]
 ) -> tuple[Queries, Any]:
-    total = flash.flash_attention_partials(q, k, v, **backend.settings(q.shape[2]), **known)
-    out, log_sum = output(total, q.dtype), backend.log_sum(total)
+    settings, bounds = backend.settings(q.shape[2]), known["bounds"]
+    selection = {"kv_len": known["kv_len"], "kv_mask": known["kv_mask"]}
+    out, log_sum = flash.flash_attention_with_log_sum(
+        q, k, v, bounds=bounds, **selection, **settings
+    )
     return out, (q, k, v, known, out, log_sum)
 
 
@@ -159,6 +161,21 @@ class FlashBackend(AttentionBackend[FlashStats]):
         q, k, v, carry = forward_only((q, k, v, carry))
         call = self._call(q, k, kv_mask, stats)
         return flash.flash_attention(q, k, v, before=carry, **call)
+
+    def finalize_with_log_sum(
+        self,
+        q: Queries,
+        k: PreparedKeys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        stats: FlashStats,
+        carry: Partials | None,
+    ) -> tuple[Queries, LogSum]:
+        """Returns what `finalize` does, and the log-sum that the kernel writes with it."""
+        q, k, v, carry = forward_only((q, k, v, carry))
+        call = self._call(q, k, kv_mask, stats)
+        del call["key_scale"]
+        return flash.flash_attention_with_log_sum(q, k, v, before=carry, **call)
 
     def gradients(
         self,

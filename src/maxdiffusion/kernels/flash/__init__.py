@@ -10,6 +10,7 @@ fp8     Q.K^T in float8 (lossy)                     backward*  its gradient: pla
 from maxdiffusion.kernels.flash.api import (
     flash_attention,
     flash_attention_partials,
+    flash_attention_with_log_sum,
     reference_attention,
     reference_partials,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "fixed_m_bounds",
     "flash_attention",
     "flash_attention_partials",
+    "flash_attention_with_log_sum",
     "fp8_keys",
     "gate_heads",
     "key_norms",
