@@ -111,6 +111,11 @@ class AttentionPlan(Attention):
         return self.scheme.collectives(self.problem.shard, self.backend.kv_reductions)
 
     @property
+    def backward_collectives(self) -> tuple[Collective, ...]:
+        """Collectives that one backward pass adds to those of the forward pass."""
+        return self.scheme.backward_collectives(self.problem.shard)
+
+    @property
     def fixed_m(self) -> bool:
         """Returns whether heads may use a fixed bound in place of their running maximum."""
         return self.backend.softmax is Softmax.FIXED_M

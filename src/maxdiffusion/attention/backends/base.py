@@ -65,6 +65,7 @@ def output(partial: Partials, dtype: DTypeLike) -> Float[Array, "B S N H"]:
 Queries = Float[Array, "B S N H"]
 Keys = Float[Array, "B T N H"]
 LogSum = Float[Array, "B S N"]
+Delta = Float[Array, "B S N"]
 PreparedKeys = Shaped[Array, "B _ N _"]
 """Keys as `preprocess_kv` returns them; a lossy product may pack them."""
 Stats = TypeVar("Stats")
@@ -235,18 +236,20 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     def gradients(
         self,
         q: Queries,
-        k: Keys,
+        k: PreparedKeys,
         v: Keys,
         kv_mask: LocalKVMask,
-        out: Queries,
         log_sum: LogSum,
+        delta: Delta,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
-        """Returns what these keys add to the gradient of q, and the gradients of k and v.
+        """Returns what these keys add to the gradient of q, and what q adds to those of k and v.
 
-        `k` are keys as `preprocess_kv` returned them, `out` and `log_sum` are over all keys. Where
-        the keys were smoothed the gradient is also that of the keys before: the mean of all keys
-        adds the same to every score of a query, which softmax does not see.
+        `k` are keys as `preprocess_kv` returned them. Where they were smoothed the gradient is also
+        that of the keys before: the mean of all keys adds the same to every score of a query, which
+        softmax does not see. `log_sum` is natural and over all keys; `delta` is sum(out * d_out)
+        over head features. With p = exp(s - log_sum) and ds = p * (d_out . v - delta), these are
+        scale * ds k, scale * ds^T q and p^T d_out.
         """
         raise NotImplementedError(f"{self.title} has no gradient over some of the keys")
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.backends.base import (
     AttentionBackend,
+    Delta,
     Keys,
     LogSum,
     Precision,
@@ -71,36 +72,6 @@ def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(
-    backend: "FlashBackend", q: Queries, k: Keys, v: Keys, known: dict[str, Any]
-) -> Queries:
-    """Returns attention over all keys; `known` are the arrays of the mask and the bounds."""
-    return flash.flash_attention(q, k, v, **backend.settings(q.shape[2]), **known)
-
-
-def _attend_forward(
-    backend: "FlashBackend", q: Queries, k: Keys, v: Keys, known: dict[str, Any]
-) -> tuple[Queries, Any]:
-    settings, bounds = backend.settings(q.shape[2]), known["bounds"]
-    selection = {"kv_len": known["kv_len"], "kv_mask": known["kv_mask"]}
-    out, log_sum = flash.flash_attention_with_log_sum(
-        q, k, v, bounds=bounds, **selection, **settings
-    )
-    return out, (q, k, v, known, out, log_sum)
-
-
-def _attend_backward(
-    backend: "FlashBackend", saved: Any, d_out: Queries
-) -> tuple[Queries, Keys, Keys, None]:
-    q, k, v, known, out, log_sum = saved
-    grads = backend.kernel_gradients((q, k, v), known, (out, log_sum, d_out), q.dtype.name)
-    return *grads, None
-
-
-_attend.defvjp(_attend_forward, _attend_backward)
-
-
 @final
 @dataclass(frozen=True, kw_only=True)
 class FlashBackend(AttentionBackend[FlashStats]):
@@ -122,8 +93,6 @@ class FlashBackend(AttentionBackend[FlashStats]):
         self, q: Queries, k: PreparedKeys, v: Keys, kv_mask: LocalKVMask, stats: FlashStats
     ) -> Queries:
         """Returns attention over all keys."""
-        if self.differentiable:
-            return _attend(self, q, k, v, self._known(k, kv_mask, stats))
         q, k, v = forward_only((q, k, v))
         return flash.flash_attention(q, k, v, **self._call(q, k, kv_mask, stats))
 
@@ -183,32 +152,21 @@ class FlashBackend(AttentionBackend[FlashStats]):
         k: Keys,
         v: Keys,
         kv_mask: LocalKVMask,
-        out: Queries,
         log_sum: LogSum,
+        delta: Delta,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
         """Returns what these keys add to the gradient of q, and those of k and v, in float32."""
+        from maxdiffusion.kernels.flash.backward import shard_gradients
+
         known = self._known(k, kv_mask, FlashStats())
-        return self.kernel_gradients((q, k, v), known, (out, log_sum, d_out), "float32")
-
-    def kernel_gradients(
-        self,
-        qkv: tuple[Queries, Keys, Keys],
-        known: dict[str, Any],
-        outcome: tuple[Queries, LogSum, Queries],
-        dtype: str,
-    ) -> tuple[Queries, Keys, Keys]:
-        """Returns the gradients of q, k and v in `dtype`; `known` has the mask of the keys."""
-        from maxdiffusion.kernels.flash.backward import flash_gradients
-
-        grads = flash_gradients(
-            qkv,
-            outcome,
+        grads = shard_gradients(
+            (q, k, v),
+            (log_sum, delta, d_out),
             blocks=flash_backward_blocks(self.problem, self.options),
             options=self.kernel_options,
             kv_len=known["kv_len"],
             kv_mask=known["kv_mask"],
-            out_dtype=dtype,
         )
         return grads.d_q, grads.d_k, grads.d_v
 

@@ -6,6 +6,7 @@ from typing import final
 
 from maxdiffusion.attention.backends.base import (
     AnyBackend,
+    Delta,
     Keys,
     LogSum,
     Precision,
@@ -145,10 +146,10 @@ class TokamaxSplashBackend(StatelessBackend):
         k: Keys,
         v: Keys,
         kv_mask: LocalKVMask,
-        out: Queries,
         log_sum: LogSum,
+        delta: Delta,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
-        """Returns what these keys add to the gradient of q, and the gradients of k and v."""
+        """Returns what these keys add to the gradient of q, and what q adds to those of k and v."""
         valid = kv_mask.valid(k.shape[0], k.shape[1])
-        return tokamax_gradients((q, k, v), valid, (out, log_sum, d_out), self.settings)
+        return tokamax_gradients((q, k, v), valid, (log_sum, delta, d_out), self.settings)

@@ -81,8 +81,30 @@ def flash_gradients(
     `outcome` is the output over all keys, the natural log of its sum of exponentials (-inf without
     keys), and the gradient of the output. Sums are in float32, rounded once to `out_dtype`.
     """
+    out, log_sum, d_out = outcome
+    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=3)
+    selection = {"kv_len": kv_len, "kv_mask": kv_mask, "out_dtype": out_dtype}
+    return shard_gradients(
+        qkv, (log_sum, delta, d_out), blocks=blocks, options=options, **selection
+    )
+
+
+def shard_gradients(
+    qkv: tuple[Float[Array, "B S N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]],
+    outcome: tuple[Float[Array, "B S N"], Float[Array, "B S N"], Float[Array, "B S N H"]],
+    *,
+    blocks: BlockSizes,
+    options: FlashOptions,
+    kv_len: Int[Array, " B"] | None = None,
+    kv_mask: Bool[Array, "B T"] | None = None,
+    out_dtype: str = "float32",
+) -> Gradients:
+    """Returns `flash_gradients`, from sums that a caller with several shards of keys makes once.
+
+    `outcome` is the natural log-sum over all keys, sum(out * d_out) over head features, and d_out.
+    """
     q, k, v = qkv
-    per_query = _per_query(*outcome, options)
+    per_query = _per_query(*outcome[:2], options)
     d_out = outcome[2].astype(q.dtype)
     plans = plan_backward(
         FlashShape.of(q, k, v),
@@ -108,13 +130,9 @@ def flash_gradients(
 
 
 def _per_query(
-    out: Float[Array, "B S N H"],
-    log_sum: Float[Array, "B S N"],
-    d_out: Float[Array, "B S N H"],
-    options: FlashOptions,
+    log_sum: Float[Array, "B S N"], delta: Float[Array, "B S N"], options: FlashOptions
 ) -> Float[Array, "B N _ S"]:
-    """Returns shift (the log-sum in units of the exponent) and delta (out . d_out) of a query."""
-    delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=3)
+    """Returns shift (the log-sum in units of the exponent) and delta of every query."""
     shift = log_sum.astype(jnp.float32) * options.exponent.per_nat
     shift = jnp.where(jnp.isfinite(shift), shift, NO_KEYS)
     return jnp.stack([shift, delta], axis=1).transpose(0, 3, 1, 2)
