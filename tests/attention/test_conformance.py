@@ -1,15 +1,12 @@
 """Every attention name on eight virtual devices, against dense attention in float32."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
 from maxdiffusion.attention.registry import ATTENTION_OPS
 from tests.attention.cases import (
-    QUICK,
     Case,
     allowed_error,
     compiled,
@@ -23,8 +20,6 @@ from tests.attention.collectives import counted, stated
 from tests.marking import slow_except
 
 ON_CPU = [name for name in ATTENTION_NAMES if name != "cudnn_flash_te"]
-WITH_GRADIENT = [name for name in ON_CPU if ATTENTION_OPS[name].differentiable]
-FORWARD_ONLY = [name for name in ON_CPU if not ATTENTION_OPS[name].differentiable]
 # Cheap names that cover every context-parallel scheme, for the quick tests.
 ONE_PER_SCHEME = (
     *("dot_product", "flash", "ring", "ulysses"),
@@ -140,49 +135,3 @@ def test_takes_meshes_with_explicit_axes(name):
     got = np.asarray(compiled(plan, arrays)(*arrays))
     bound = allowed_error(EXPLICIT, inputs, fixed_m=False)
     assert relative_error(got, inputs.expected(EXPLICIT.problem.scale)) <= bound
-
-
-def gradient_program(plan, arrays, mask, weights):
-    """The compiled output and the gradients of q, k and v of its weighted sum."""
-
-    def program(q, k, v, weights):
-        out, pull_back = jax.vjp(lambda *qkv: plan(*qkv, mask), q, k, v)
-        return out, pull_back(weights.astype(out.dtype))
-
-    with jax.set_mesh(plan.mesh):
-        return jax.jit(program).lower(*arrays, weights).compile(compiler_options=QUICK)
-
-
-GRADIENT = Case(label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True)
-
-
-@pytest.mark.parametrize("name", slow_except(["dot_product", "ulysses_ring"], WITH_GRADIENT))
-def test_gradients_equal_those_of_dense_attention_with_the_expected_collectives(name):
-    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
-    inputs = inputs_of(GRADIENT)
-    weights = np.random.default_rng(1).standard_normal(inputs.q.shape).astype(np.float32)
-    padding = ((0, 0), (0, plan.padded_q_len - GRADIENT.length), (0, 0), (0, 0))
-    where = NamedSharding(plan.mesh, plan.problem.q_spec)
-    *arrays, mask = placed(plan, inputs, padded=True)
-    padded = jax.device_put(np.pad(weights, padding), where)
-    program = gradient_program(plan, arrays, mask, padded)
-    got = [np.asarray(x)[:, : GRADIENT.length] for x in program(*arrays, padded)[1]]
-    dense = plan_attention("dot_product", GRADIENT.problem, mesh_of((1, 1, 1, 1, 1)))
-    *alone, mask = placed(dense, inputs, padded=False)
-    wanted = gradient_program(dense, alone, mask, weights)(*alone, weights)[1]
-    # The backward pass chains the forward's roundings with those of dP = dO V^T and of dS K.
-    bound = 3 * allowed_error(GRADIENT, inputs, fixed_m=False)
-    assert all(relative_error(*pair) <= bound for pair in zip(got, wanted, strict=True))
-    assert counted(program.as_text()) == stated((*plan.collectives, *plan.backward_collectives))
-
-
-@pytest.mark.parametrize("name", FORWARD_ONLY)
-def test_refuses_gradients_that_it_does_not_have(name):
-    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
-    inputs = inputs_of(GRADIENT)
-    *arrays, _ = placed(plan, inputs, padded=False)
-    with (
-        jax.set_mesh(plan.mesh),
-        pytest.raises(NotImplementedError, match="no gradient here: float8"),
-    ):
-        jax.eval_shape(jax.grad(lambda q, k, v: jnp.sum(plan(q, k, v))), *arrays)

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, jaxprs_in_params
 
 from maxdiffusion.attention import AttentionPlan, plan_attention
 from tests.attention.cases import Case, inputs_of, mesh_of, placed
@@ -17,21 +17,21 @@ def operations(name: str) -> list[tuple[str, dict]]:
 
 
 def operations_of(plan: AttentionPlan, case: Case) -> list[tuple[str, dict]]:
-    """Every primitive of a plan's program with its parameters, in order, however deep."""
+    """The primitives of a plan's program."""
     arrays = placed(plan, inputs_of(case), padded=True)
     with jax.set_mesh(plan.mesh):
-        closed = jax.make_jaxpr(plan)(*arrays)
+        return primitives(jax.make_jaxpr(plan)(*arrays).jaxpr)
+
+
+def primitives(jaxpr: Jaxpr) -> list[tuple[str, dict]]:
+    """Every primitive of a program with its parameters, in order, however deep."""
     found: list[tuple[str, dict]] = []
-
-    def walk(jaxpr) -> None:
-        for equation in jaxpr.eqns:
-            found.append((equation.primitive.name, equation.params))
-            if equation.primitive.name == "pallas_call":
-                continue
-            for inner in jaxprs_in_params(equation.params):
-                walk(inner)
-
-    walk(closed.jaxpr)
+    for equation in jaxpr.eqns:
+        found.append((equation.primitive.name, equation.params))
+        if equation.primitive.name == "pallas_call":
+            continue
+        for inner in jaxprs_in_params(equation.params):
+            found += primitives(inner)
     return found
 
 

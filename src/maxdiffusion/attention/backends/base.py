@@ -69,6 +69,11 @@ Delta = Float[Array, "B S N"]
 PreparedKeys = Shaped[Array, "B _ N _"]
 """Keys as `preprocess_kv` returns them; a lossy product may pack them."""
 Stats = TypeVar("Stats")
+ATTENTION_OUT, ATTENTION_LOG_SUM = "attention_out", "attention_log_sum"
+"""Names under which a rematerialisation policy finds the results of the kernels.
+
+A backward pass that keeps both runs no forward kernel and none of its collectives again.
+"""
 
 
 class Softmax(enum.Enum):

@@ -47,11 +47,6 @@ ScatteredHeads = Sequence[Float[Array, "_U _S _D"]]
 CollectiveKind = Literal[
     "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
 ]
-ATTENTION_OUT, ATTENTION_LOG_SUM = "attention_out", "attention_log_sum"
-"""Names under which a rematerialisation policy finds the results of the kernels.
-
-A backward pass that keeps both runs no forward kernel and none of its collectives again.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

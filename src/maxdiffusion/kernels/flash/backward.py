@@ -83,9 +83,14 @@ def flash_gradients(
     """
     out, log_sum, d_out = outcome
     delta = jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32), axis=3)
-    selection = {"kv_len": kv_len, "kv_mask": kv_mask, "out_dtype": out_dtype}
     return shard_gradients(
-        qkv, (log_sum, delta, d_out), blocks=blocks, options=options, **selection
+        qkv,
+        (log_sum, delta, d_out),
+        blocks=blocks,
+        options=options,
+        kv_len=kv_len,
+        kv_mask=kv_mask,
+        out_dtype=out_dtype,
     )
 
 
