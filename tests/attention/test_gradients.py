@@ -1,5 +1,6 @@
 """Gradients of every name against float64, and what their backward passes send and keep."""
 
+import functools
 import zlib
 from collections import Counter
 from dataclasses import replace
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_policies
+from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import NamedSharding
 
 from maxdiffusion.attention import ATTENTION_NAMES, plan_attention, plan_cross_attention
@@ -19,7 +21,7 @@ from maxdiffusion.preflight.readers.hlo import read_program
 from tests.attention.cases import QUICK, Case, allowed_error, inputs_of, mesh_of, placed
 from tests.attention.collectives import counted, stated
 from tests.attention.test_overlapped_ulysses import paired
-from tests.attention.test_streams import primitives
+from tests.attention.test_streams import hops, primitives
 from tests.marking import slow_except
 
 # Two names of the same scheme and backend are one.
@@ -108,7 +110,11 @@ def check_collectives(plan, program):
     expected: Counter = Counter()
     for collective in both:
         expected[collective.kind, collective.axes] += collective.bytes
-    assert sent_bytes(program, plan.mesh) == dict(expected)
+    sent = sent_bytes(program, plan.mesh)
+    for place in [place for place in expected if plan.fixed_m and place[0] == "all-reduce"]:
+        # A few bytes per head; the number of keys is one for all heads of a batch row.
+        assert 0.9 * expected[place] <= sent.pop(place) <= expected.pop(place)
+    assert sent == dict(expected)
 
 
 def sent_bytes(program, mesh):
@@ -164,23 +170,40 @@ def test_gradients_of_a_replicated_text_are_summed_over_its_copies(name):
     check_collectives(plan, check(plan, case, inputs))
 
 
-def gradient_primitives(plan, case, wrap=lambda function: function):
-    """Every primitive of the traced gradient of a plan, in order."""
+def gradient_of(plan, case, wrap=lambda function: function):
+    """The traced gradient of a plan."""
     *arrays, mask = placed(plan, inputs_of(case), padded=True)
 
     def loss(q, k, v):
         return jnp.sum(wrap(lambda *qkv: plan(*qkv, mask))(q, k, v) ** 2)
 
     with jax.set_mesh(plan.mesh):
-        return primitives(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays).jaxpr)
+        return jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*arrays).jaxpr
+
+
+def used_kernels(jaxpr):
+    """Returns how many kernels have a result that is used; XLA drops the others, jax does not."""
+    used, count = {var for var in jaxpr.outvars if isinstance(var, Var)}, 0
+    for equation in reversed(jaxpr.eqns):
+        if not used.intersection(equation.outvars):
+            continue
+        kernel = equation.primitive.name == "pallas_call"
+        inner = [] if kernel else jaxprs_in_params(equation.params)
+        count += kernel + sum(map(used_kernels, inner))
+        used |= {var for var in equation.invars if isinstance(var, Var)}
+    return count
 
 
 RING = Case(label="ring of 4", mesh=(1, 1, 4, 1, 1), length=32, heads=2)
 
 
 def test_a_backward_ring_sends_queries_before_it_computes():
-    found = gradient_primitives(plan_attention("ring", RING.problem, mesh_of(RING.mesh)), RING)
-    order = [name for name, _ in found if name in ("ppermute", "pallas_call")]
+    plan = plan_attention("ring", RING.problem, mesh_of(RING.mesh))
+    order = [
+        name
+        for name, _ in primitives(gradient_of(plan, RING))
+        if name in ("ppermute", "pallas_call")
+    ]
     forward = ["ppermute", "ppermute", "pallas_call"] * 3 + ["pallas_call"]
     queries, kernel, gradient = ["ppermute"] * 3, ["pallas_call"], ["ppermute"]
     first, middle, last = queries + kernel, queries + kernel + gradient, kernel + gradient
@@ -189,10 +212,7 @@ def test_a_backward_ring_sends_queries_before_it_computes():
 
 def test_a_backward_line_sends_over_at_most_two_links():
     plan = plan_attention("ulysses_ring_custom_bidir", RING.problem, mesh_of(RING.mesh))
-    hops = [
-        params["perm"] for name, params in gradient_primitives(plan, RING) if name == "ppermute"
-    ]
-    backward = hops[2 * 2 * 3 :]
+    backward = hops(primitives(gradient_of(plan, RING)))[2 * 2 * 3 :]
     assert len(backward) == 4 * 3
     for hop in backward:
         up = Counter(link for a, b in hop for link in range(a, b))
@@ -209,18 +229,15 @@ NOTHING = checkpoint_policies.nothing_saveable
 def test_kept_outputs_and_log_sums_spare_every_forward_kernel(name):
     plan = plan_attention(name, RING.problem, mesh_of((1, 1, 2, 2, 1)))
 
-    def kernels(wrap=lambda function: function):
-        found = gradient_primitives(plan, RING, wrap)
-        return [name for name, _ in found].count("pallas_call")
-
     def under(policy):
-        return kernels(lambda function: jax.checkpoint(function, policy=policy))
+        wrap = functools.partial(jax.checkpoint, policy=policy)
+        return used_kernels(gradient_of(plan, RING, wrap))
 
-    assert under(SAVED) == kernels() < under(NOTHING)
+    assert under(SAVED) == used_kernels(gradient_of(plan, RING)) < under(NOTHING)
 
 
 @pytest.mark.parametrize("name", FORWARD_ONLY)
 def test_refuses_gradients_that_it_does_not_have(name):
     plan = plan_attention(name, RING.problem, mesh_of(RING.mesh))
     with pytest.raises(NotImplementedError, match="no gradient"):
-        gradient_primitives(plan, RING)
+        gradient_of(plan, RING)

@@ -24,6 +24,8 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.backends import AnyBackend, LocalReducer
 from maxdiffusion.attention.backends.base import (
+    ATTENTION_LOG_SUM,
+    ATTENTION_OUT,
     Delta,
     Keys,
     LogSum,
