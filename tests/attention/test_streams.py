@@ -1,8 +1,10 @@
 """What travels on a ring, and in which order: read from the traced program, nothing is compiled."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
-from jax.extend.core import Jaxpr, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from maxdiffusion.attention import AttentionPlan, plan_attention
 from tests.attention.cases import Case, inputs_of, mesh_of, placed
@@ -24,15 +26,17 @@ def operations_of(plan: AttentionPlan, case: Case) -> list[tuple[str, dict]]:
 
 
 def primitives(jaxpr: Jaxpr) -> list[tuple[str, dict]]:
-    """Every primitive of a program with its parameters, in order, however deep."""
-    found: list[tuple[str, dict]] = []
+    """Every primitive of a program with its parameters."""
+    return [(equation.primitive.name, equation.params) for equation in equations(jaxpr)]
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a program, in order, however deep."""
     for equation in jaxpr.eqns:
-        found.append((equation.primitive.name, equation.params))
-        if equation.primitive.name == "pallas_call":
-            continue
-        for inner in jaxprs_in_params(equation.params):
-            found += primitives(inner)
-    return found
+        yield equation
+        if equation.primitive.name != "pallas_call":
+            for inner in jaxprs_in_params(equation.params):
+                yield from equations(inner)
 
 
 def hops(found: list[tuple[str, dict]]) -> list[tuple[tuple[int, int], ...]]:
