@@ -30,7 +30,6 @@ from maxdiffusion.training.wan import BatchShape, BucketedTraining, WanTraining
 from tests.training.tiny_training import (
     CLIPS,
     LATENT,
-    TRANSFORMER,
     batch_of,
     flat,
     losses_of,
@@ -58,12 +57,15 @@ def losses_alone(alone):
 
 
 def test_an_attention_without_gradient_is_refused_before_the_first_step():
-    wider = replace(TRANSFORMER, head_dim=16)
-    run = training(transformer=wider, attention="ulysses_custom")
-    with pytest.raises(UnsupportedAttention, match="our flash kernel has no gradient"):
+    run = training(attention="ulysses_ring_custom_fp8")
+    with pytest.raises(UnsupportedAttention, match="our flash kernel has no gradient in fp8"):
         run.block_attention  # noqa: B018 - planned when asked for
-    short = replace(run, attention_options=AttentionOptions(flash_min_seq_length=4096))
-    assert short.block_attention.self_attention.runs == "dot_product"
+
+
+def test_few_tokens_train_with_dot_product_where_a_name_gives_way():
+    limit = AttentionOptions(flash_min_seq_length=4096)
+    run = training(attention="ulysses_custom", attention_options=limit)
+    assert run.block_attention.self_attention.runs == "dot_product"
 
 
 @pytest.mark.slow
@@ -72,7 +74,7 @@ def test_an_attention_without_gradient_is_refused_before_the_first_step():
     [
         ("dot_product", {"data": 2, "tensor": 4}),
         ("dot_product", {"fsdp": 2, "ring": 2, "ulysses": 2}),
-        ("ring", {"data": 2, "fsdp": 2, "ring": 2}),
+        ("ulysses_ring_custom", {"fsdp": 2, "ring": 2, "ulysses": 2}),
     ],
 )
 def test_losses_are_the_same_on_one_device_and_eight(losses_alone, attention, sizes):

@@ -23,7 +23,7 @@ from maxdiffusion.training.wan import BatchShape, Tokens, WanTraining
 TRANSFORMER = WanTransformerConfig(
     layers=2,
     heads=4,
-    head_dim=12,
+    head_dim=16,
     ffn_dim=32,
     in_channels=4,
     out_channels=4,
