@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -45,13 +45,9 @@ FP8_QUERIES_AT_ONCE = 256
 """Queries of a score tile in float8: more would not leave their scores in registers."""
 
 
-@jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class FlashStats:
     """Statistics of all keys: norms and then bounds for fixed-m, the scale of keys for fp8."""
-
-    # As a pytree it also holds descriptions of arrays instead.
-    __no_type_check__: ClassVar[bool] = True
 
     key_norms: flash.KeyNorms | None = None
     bounds: flash.FixedMBounds | None = None
@@ -201,18 +197,15 @@ class FlashBackend(AttentionBackend[FlashStats]):
         """Returns the keys of every call, smoothed by the mean of all keys unless all is plain."""
         if self.softmax is Softmax.ONLINE and self.precision is Precision.NATIVE:
             return k, FlashStats()
+        k, v = forward_only((k, v))
         attended = kv_mask.valid(k.shape[0], k.shape[1])
-        # Statistics move no softmax: that of the keys less their mean is the same, and so is that
-        # against any bound.
-        keys, values = (jax.lax.stop_gradient(x) for x in (k, v))
-        mean = flash.KeyTotal(*reducer.psum(*flash.key_total(keys, attended))).mean()
+        mean = flash.KeyTotal(*reducer.psum(*flash.key_total(k, attended))).mean()
         if self.precision is Precision.FP8:
-            reach = flash.KeyRange(*reducer.pmax(*flash.key_range(keys, attended)))
+            reach = flash.KeyRange(*reducer.pmax(*flash.key_range(k, attended)))
             split = flash.split_keys(k, mean, reach.scale(mean), interpret=self.interpret)
             return split.packed, FlashStats(key_scale=split.scale)
         k = flash.smooth_keys(k, attended, mean=mean)
-        smoothed = jax.lax.stop_gradient(k)
-        norms = flash.KeyNorms(*reducer.pmax(*flash.key_norms(smoothed, values, attended)))
+        norms = flash.KeyNorms(*reducer.pmax(*flash.key_norms(k, v, attended)))
         return k, FlashStats(key_norms=norms)
 
     def preprocess_q(self, q: Queries, stats: FlashStats) -> FlashStats:
@@ -221,7 +214,7 @@ class FlashBackend(AttentionBackend[FlashStats]):
             return stats
         exponent = self.kernel_options.exponent
         bounds = flash.gate_heads(
-            flash.query_norm(jax.lax.stop_gradient(q), exponent=exponent),
+            flash.query_norm(q, exponent=exponent),
             stats.key_norms,
             dtype=self.problem.dtype.name,
             keys=flash.Keys.SMOOTHED,
