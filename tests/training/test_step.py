@@ -64,7 +64,6 @@ def test_few_tokens_train_with_dot_product_where_a_name_gives_way():
     ("attention", "sizes"),
     [
         ("dot_product", {"data": 2, "tensor": 4}),
-        ("dot_product", {"fsdp": 2, "ring": 2, "ulysses": 2}),
         ("ulysses_ring_custom", {"fsdp": 2, "ring": 2, "ulysses": 2}),
     ],
 )
