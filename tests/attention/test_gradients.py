@@ -164,6 +164,20 @@ def test_gradients_of_a_replicated_text_are_summed_over_its_copies(name):
     check_collectives(plan, check(plan, case, inputs))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ring", "tokamax_ring_custom"])
+def test_a_batch_row_without_keys_has_no_gradient(name):
+    case = Case(label="no keys", mesh=(1, 1, 2, 1, 1), batch=2, length=16, heads=1, head_dim=16)
+    plan = plan_attention(name, case.problem, mesh_of(case.mesh))
+    *arrays, _ = placed(plan, inputs_of(case), padded=True)
+    mask = jnp.array([[True] * 16, [False] * 16])
+    _, gradients = program_of(plan, arrays, mask, arrays[0])(*arrays, arrays[0])
+    for gradient in map(np.asarray, gradients):
+        assert np.isfinite(gradient).all()
+        assert gradient[0].any()
+        assert not gradient[1].any()
+
+
 def gradient_of(plan, case, wrap=lambda function: function):
     """The traced gradient of a plan."""
     *arrays, mask = placed(plan, inputs_of(case), padded=True)

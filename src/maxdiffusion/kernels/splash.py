@@ -194,7 +194,9 @@ def tokamax_gradients(
     config = options.config(use_base2_exp=False)
     kernel = _kernel(q, k, options, config, save_residuals=False)
     q_BNSH, k_BNTH, v_BNTH, ids = _inputs(q, k, v, valid, options)
-    per_query, d_out = outcome[:2], outcome[2]
+    log_sum, delta, d_out = outcome
+    # Without keys the log-sum is that of masked scores. Zero makes their probabilities zero.
+    per_query = jnp.where(log_sum > NO_KEYS, log_sum, 0.0), delta
     rows = q_multiple(options.blocks)
     log_sum_BNS, delta_BNS = (pad_length(part.transpose(0, 2, 1), 2, rows) for part in per_query)
     d_out_BNSH = pad_length(d_out.transpose(0, 2, 1, 3), 2, rows)
@@ -220,6 +222,8 @@ def tokamax_gradients(
     return d_q, _tokens(d_k, k.shape[1]), _tokens(d_v, k.shape[1])
 
 
+NO_KEYS = -1e30
+"""Log-sums below are those of queries without keys."""
 _BACKWARD_SETTINGS = ("mask_value", "mask_function", "dkv_mask_sparsity")
 
 
