@@ -61,6 +61,7 @@ FEATURES = {
         *("calibrate_cache.py", "diffusion/caches/*", "generation/calibrate.py"),
         *("generation/latents.py", "generation/step_caches.py"),
     ),
+    "gradients of our kernels": (4, "kernels/flash/backward*"),
     "8-bit weights": (2, "models/wan/eight_bit.py"),
     "records, held-out clips, reports of trainings": (
         8,

@@ -1,15 +1,12 @@
 """Every attention name on eight virtual devices, against dense attention in float32."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 
 from maxdiffusion.attention import ATTENTION_NAMES, AttentionOptions, plan_attention
 from maxdiffusion.attention.registry import ATTENTION_OPS
 from tests.attention.cases import (
-    QUICK,
     Case,
     allowed_error,
     compiled,
@@ -19,12 +16,10 @@ from tests.attention.cases import (
     placed,
     relative_error,
 )
-from tests.attention.collectives import counted, stated, stated_of_gradient
+from tests.attention.collectives import counted, stated
 from tests.marking import slow_except
 
 ON_CPU = [name for name in ATTENTION_NAMES if name != "cudnn_flash_te"]
-WITH_GRADIENT = [name for name in ON_CPU if ATTENTION_OPS[name].backend.differentiable]
-FORWARD_ONLY = [name for name in ON_CPU if not ATTENTION_OPS[name].backend.differentiable]
 # Cheap names that cover every context-parallel scheme, for the quick tests.
 ONE_PER_SCHEME = (
     *("dot_product", "flash", "ring", "ulysses"),
@@ -140,48 +135,3 @@ def test_takes_meshes_with_explicit_axes(name):
     got = np.asarray(compiled(plan, arrays)(*arrays))
     bound = allowed_error(EXPLICIT, inputs, fixed_m=False)
     assert relative_error(got, inputs.expected(EXPLICIT.problem.scale)) <= bound
-
-
-def gradient_program(plan, arrays, mask, weights):
-    """The compiled gradients of q, k and v of a weighted sum of the output."""
-
-    def loss(q, k, v):
-        return jnp.sum(plan(q, k, v, mask).astype(jnp.float32) * weights)
-
-    with jax.set_mesh(plan.mesh):
-        program = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
-        return program.lower(*arrays).compile(compiler_options=QUICK)
-
-
-GRADIENT = Case(label="gradient", mesh=(2, 1, 2, 2, 1), batch=2, length=43, masked=True)
-
-
-@pytest.mark.parametrize("name", slow_except(["dot_product", "ulysses_ring"], WITH_GRADIENT))
-def test_gradients_equal_those_of_dense_attention_with_the_expected_collectives(name):
-    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
-    inputs = inputs_of(GRADIENT)
-    weights = np.random.default_rng(1).standard_normal(inputs.q.shape).astype(np.float32)
-    padding = ((0, 0), (0, plan.padded_q_len - GRADIENT.length), (0, 0), (0, 0))
-    where = NamedSharding(plan.mesh, plan.problem.q_spec)
-    *arrays, mask = placed(plan, inputs, padded=True)
-    program = gradient_program(plan, arrays, mask, jax.device_put(np.pad(weights, padding), where))
-    got = [np.asarray(x)[:, : GRADIENT.length] for x in program(*arrays)]
-    dense = plan_attention("dot_product", GRADIENT.problem, mesh_of((1, 1, 1, 1, 1)))
-    *alone, mask = placed(dense, inputs, padded=False)
-    wanted = [np.asarray(x) for x in gradient_program(dense, alone, mask, weights)(*alone)]
-    # The backward pass chains the forward's roundings with those of dP = dO V^T and of dS K.
-    bound = 3 * allowed_error(GRADIENT, inputs, fixed_m=False)
-    assert all(relative_error(*pair) <= bound for pair in zip(got, wanted, strict=True))
-    assert counted(program.as_text()) == stated_of_gradient(plan)
-
-
-@pytest.mark.parametrize("name", FORWARD_ONLY)
-def test_refuses_gradients_that_it_does_not_have(name):
-    plan = plan_attention(name, GRADIENT.problem, mesh_of(GRADIENT.mesh))
-    inputs = inputs_of(GRADIENT)
-    *arrays, _ = placed(plan, inputs, padded=False)
-    with (
-        jax.set_mesh(plan.mesh),
-        pytest.raises(NotImplementedError, match="no gradient: train with ring"),
-    ):
-        jax.eval_shape(jax.grad(lambda q, k, v: jnp.sum(plan(q, k, v))), *arrays)

@@ -59,6 +59,25 @@ def attended(plan, *parts):
     return np.asarray(run(*arrays))
 
 
+def gradients(plan, *parts):
+    """Returns the gradients of all columns, gains and angles for a fixed gradient of the output."""
+    arrays, tree = jax.tree.flatten(parts)
+    weights = jnp.asarray(
+        np.random.default_rng(4).standard_normal(parts[0].values.shape), "float32"
+    )
+
+    def loss(*arrays):
+        parts = jax.tree.unflatten(tree, arrays)
+        if plan.fused:
+            return jnp.sum(plan.attend_projected(*parts) * weights)
+        return jnp.sum(merge_heads(plan(*(heads_of(part, WIDTH) for part in parts))) * weights)
+
+    with jax.set_mesh(plan.mesh):
+        every = jax.grad(loss, argnums=tuple(range(len(arrays))))
+        run = jax.jit(every).lower(*arrays).compile(compiler_options=QUICK)
+    return [np.asarray(x) for x in run(*arrays)]
+
+
 def placed(part, spec):
     """The columns as a model has them: split along the sequence already."""
     values = jax.device_put(part.values, NamedSharding(MESH, columns_spec(spec)))
@@ -79,6 +98,9 @@ def test_heads_placed_in_one_pass_attend_alike():
     parts = [placed(part, plan.problem.q_spec) for part in parts]
     plain, fused = attended(plan, *parts), attended(replace(plan, fused=True), *parts)
     np.testing.assert_allclose(fused, plain, rtol=0, atol=NOISE * np.abs(plain).max())
+    both = (gradients(one, *parts) for one in (plan, replace(plan, fused=True)))
+    for plain, fused in zip(*both, strict=True):
+        np.testing.assert_allclose(fused, plain, rtol=0, atol=4 * NOISE * np.abs(plain).max())
 
 
 def test_queries_of_text_are_normed_in_one_pass_too():

@@ -1,8 +1,10 @@
 """What travels on a ring, and in which order: read from the traced program, nothing is compiled."""
 
+from collections.abc import Iterator
+
 import jax
 import pytest
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 
 from maxdiffusion.attention import AttentionPlan, plan_attention
 from tests.attention.cases import Case, inputs_of, mesh_of, placed
@@ -17,22 +19,24 @@ def operations(name: str) -> list[tuple[str, dict]]:
 
 
 def operations_of(plan: AttentionPlan, case: Case) -> list[tuple[str, dict]]:
-    """Every primitive of a plan's program with its parameters, in order, however deep."""
+    """The primitives of a plan's program."""
     arrays = placed(plan, inputs_of(case), padded=True)
     with jax.set_mesh(plan.mesh):
-        closed = jax.make_jaxpr(plan)(*arrays)
-    found: list[tuple[str, dict]] = []
+        return primitives(jax.make_jaxpr(plan)(*arrays).jaxpr)
 
-    def walk(jaxpr) -> None:
-        for equation in jaxpr.eqns:
-            found.append((equation.primitive.name, equation.params))
-            if equation.primitive.name == "pallas_call":
-                continue
+
+def primitives(jaxpr: Jaxpr) -> list[tuple[str, dict]]:
+    """Every primitive of a program with its parameters."""
+    return [(equation.primitive.name, equation.params) for equation in equations(jaxpr)]
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation of a program, in order, however deep."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name != "pallas_call":
             for inner in jaxprs_in_params(equation.params):
-                walk(inner)
-
-    walk(closed.jaxpr)
-    return found
+                yield from equations(inner)
 
 
 def hops(found: list[tuple[str, dict]]) -> list[tuple[tuple[int, int], ...]]:

@@ -1,17 +1,21 @@
-"""Two processes train and save, four continue and export what one process can open."""
+"""Processes train as one device does, save, and continue in another number."""
 
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.pipelines.spec import open_wan_folder
-from tests.multihost.launching import run
+from tests.multihost.launching import ROOT, run
+from tests.training import tiny_training as tiny
+from tests.training.test_step import RTOL
 from tests.training.test_train_command import CLIPS, CONFIG, MODEL, cache
 
 __all__ = ["cache"]
 
+WORKER = ROOT / "tests" / "multihost" / "worker.py"
 PAIRS = f"synthetic_pair_share={CLIPS.clip.pair_share}"  # of the clips that `cache` has encoded
 
 
@@ -49,3 +53,9 @@ def test_two_processes_train_and_four_continue_and_export(tmp_path: Path) -> Non
     assert {n: t.shape for n, t in new.tensors.items()} == {
         n: t.shape for n, t in old.tensors.items()
     }
+
+
+def test_two_processes_with_one_context_train_as_one_device_does(tmp_path: Path) -> None:
+    run(2, (WORKER, "train", tmp_path))
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    np.testing.assert_allclose(losses, tiny.losses_alone(), rtol=RTOL)

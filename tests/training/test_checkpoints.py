@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from tests.training import toy_run
 pytestmark = pytest.mark.slow
 
 STEPS = 14
+DEVICES = 8
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,9 @@ def process(folder, *limits):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
-def end_process_at(folder, step, how):
+def end_process_at(folder, step, how, *limits):
     """Runs until a step is done, sends a signal, and returns what was said after it."""
-    with process(folder, 0.2) as running:
+    with process(folder, 0.2, *limits) as running:
         for line in running.stdout:
             if line.strip() == f"step {step}":
                 running.send_signal(how)
@@ -50,11 +52,15 @@ def end_process_at(folder, step, how):
 
 
 @pytest.mark.slow
-def test_killed_and_continued_is_bit_for_bit_the_same(whole, tmp_path):
-    code, _ = end_process_at(tmp_path, 10, signal.SIGKILL)
+def test_killed_and_continued_is_bit_for_bit_the_same_on_eight_devices(tmp_path):
+    state, _ = toy_run.run(tmp_path / "whole", STEPS, devices=DEVICES)
+    for leaf in jax.tree.leaves((state.values, state.ema, state.moments)):
+        assert leaf.ndim < 2 or DEVICES * leaf.addressable_shards[0].data.size == leaf.size
+    whole, folder = toy_run.summary(state), tmp_path / "killed"
+    code, _ = end_process_at(folder, 10, signal.SIGKILL, 0, DEVICES)
     assert code == -signal.SIGKILL
-    assert Checkpoints(tmp_path).steps[0] == 4
-    with process(tmp_path) as again:
+    assert Checkpoints(folder).steps[0] == 4
+    with process(folder, 0.0, 0, DEVICES) as again:
         lines = again.stdout.read().splitlines()
     first = int(lines[0].split()[1])
     assert 5 <= first <= 9  # from a checkpoint, not from the start

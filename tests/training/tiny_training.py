@@ -1,5 +1,7 @@
 """A WAN training small enough to compile in seconds."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +25,7 @@ from maxdiffusion.training.wan import BatchShape, Tokens, WanTraining
 TRANSFORMER = WanTransformerConfig(
     layers=2,
     heads=4,
-    head_dim=12,
+    head_dim=16,
     ffn_dim=32,
     in_channels=4,
     out_channels=4,
@@ -94,13 +96,32 @@ def batch_of(number, clips=CLIPS):
     return ClipBatch(latents=latents, captions=Captions(ids=ids, lengths=lengths))
 
 
+def own_rows(batch):
+    """The rows of a batch that this process passes on."""
+    share = CLIPS // jax.process_count()
+    start = share * jax.process_index()
+    return jax.tree.map(lambda rows: rows[start : start + share], batch)
+
+
 def losses_of(run, program, steps=2):
     """The losses and the last state of a few steps on the same batches."""
     state, losses = state_of(run), []
     for number in range(steps):
-        state, report = program(state, batch_of(number))
+        state, report = program(state, own_rows(batch_of(number)))
         losses.append(float(report.loss))
     return losses, state
+
+
+@cache
+def alone():
+    """The training on one device and its compiled step; once for all tests."""
+    run = training()
+    return run, run.step("transformer")
+
+
+@cache
+def losses_alone():
+    return losses_of(*alone())[0]
 
 
 def flat(tree):

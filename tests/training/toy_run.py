@@ -1,8 +1,8 @@
 """A run of a toy model, started by the tests as a process that can be killed.
 
-python toy_run.py FOLDER STEPS [SECONDS PER STEP [BYTES THAT A FILE MAY HAVE]]
+python toy_run.py FOLDER STEPS [SECONDS PER STEP [BYTES THAT A FILE MAY HAVE [DEVICES]]]
 
-prints every step, and the end as JSON.
+prints every step, and the end as JSON. Parameters and moments are sharded over the devices.
 """
 
 import json
@@ -14,9 +14,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiffusion.errors import RunFailed
-from maxdiffusion.mesh import single_device_mesh
+from maxdiffusion.mesh import MeshShape, build_mesh, single_device_mesh
 from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
 from maxdiffusion.training.data.batches import Batches, Order
 from maxdiffusion.training.run import Loop, LoopPlan
@@ -42,9 +43,13 @@ def noisy_loss(values, batch, key):
     return jnp.mean(jnp.square(hidden - batch["row"])), {}
 
 
-def start():
+def start(devices=1):
     kernel = jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)) / 8
-    return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=single_device_mesh())
+    mesh = single_device_mesh()
+    if devices > 1:
+        mesh = build_mesh(MeshShape(fsdp=devices), devices=jax.devices()[:devices])
+        kernel = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("fsdp")))
+    return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=mesh)
 
 
 class Messages(logging.Handler):
@@ -58,14 +63,24 @@ class Messages(logging.Handler):
         self._found.append(record.getMessage())
 
 
-def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_loss, every=4):
+def run(
+    folder,
+    steps,
+    *,
+    seconds=0.0,
+    report=lambda figures: None,
+    loss=noisy_loss,
+    every=4,
+    devices=1,
+):
     """Trains from the newest checkpoint in `folder`; returns the end and what was said."""
     said = []
     logger, messages = logging.getLogger("maxdiffusion.training.checkpoints"), Messages(said)
     logger.addHandler(messages)
     checkpoints = Checkpoints(folder, keep=3)
     batches = Batches(Rows(), Order(batch=8, seed=2))
-    state = start()
+    state = start(devices)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     restored = checkpoints.restore(state)
     if restored is not None:
         state = restored.state
@@ -75,7 +90,8 @@ def run(folder, steps, *, seconds=0.0, report=lambda figures: None, loss=noisy_l
         report(figures)
         time.sleep(seconds)
 
-    program = jax.jit(make_step(loss, RULE, trained=("toy",)), donate_argnums=0)
+    step = make_step(loss, RULE, trained=("toy",))
+    program = jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
     plan = LoopPlan(steps=steps, checkpoint_every=every)
     try:
         loop = Loop(plan, {"": program}, batches, checkpoints=checkpoints, report=told)
@@ -93,12 +109,16 @@ def summary(state):
 def main():
     folder, steps = sys.argv[1], int(sys.argv[2])
     seconds = float(sys.argv[3]) if len(sys.argv) > 3 else 0.0
-    if len(sys.argv) > 4:
+    if len(sys.argv) > 4 and int(sys.argv[4]) > 0:
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), hard))
     try:
         state, said = run(
-            folder, steps, seconds=seconds, report=lambda f: print("step", f.step, flush=True)
+            folder,
+            steps,
+            seconds=seconds,
+            report=lambda f: print("step", f.step, flush=True),
+            devices=int(sys.argv[5]) if len(sys.argv) > 5 else 1,
         )
     except RunFailed as error:
         print("failed", error, flush=True)

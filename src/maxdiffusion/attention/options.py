@@ -202,6 +202,20 @@ TUNED_FP8 = {"tpu7x": _tiles(4608, 19200, 19200, 19200)}
 KEYS_AT_ONCE = 256
 # Interpreted kernels pay per grid step and per element: one tile of a few hundred is quickest.
 INTERPRETED = _tiles(256, 256, 256, 256)
+
+
+def _backward_tiles(block_q: int, block_kv: int, compute: int) -> BlockSizes:
+    return BlockSizes(block_q_dkv=block_q, block_kv_dkv=block_kv, block_kv_dkv_compute=compute)
+
+
+# Backward tiles of the same problem: on tpu7x the MXU bound of its five products in the main loop.
+TUNED_BACKWARD = {
+    "tpu7x": _backward_tiles(2048, 4096, 1024),
+    "v6e": _backward_tiles(2048, 4096, 1024),
+}
+INTERPRETED_BACKWARD = _backward_tiles(256, 256, 256)
+# For other chips, and for float32, whose products are six times as many and as much code.
+CAUTIOUS_BACKWARD = _backward_tiles(512, 1024, 1024)
 # For chips without a row, and for jax's and tokamax's splash: small enough for 16 MiB of VMEM.
 CAUTIOUS = _tiles(1024, 1024, 512, 512)
 
@@ -260,6 +274,26 @@ def flash_blocks(
         vmem_limit_bytes=given.vmem_limit_bytes,
     )
     return blocks.fit(problem.q_len, problem.kv_len)
+
+
+def flash_backward_blocks(problem: LocalProblem, options: AttentionOptions) -> BlockSizes:
+    """Returns blocks of our backward kernel: given sizes first, the rest from the table."""
+    given = options.block_sizes
+    if options.interprets(problem.platform):
+        tuned = INTERPRETED_BACKWARD
+    elif problem.dtype.name == "float32":
+        tuned = CAUTIOUS_BACKWARD
+    else:
+        tuned = TUNED_BACKWARD.get(problem.chip, CAUTIOUS_BACKWARD)
+    block_kv = given.block_kv_dkv or tuned.block_kv_dkv
+    return BlockSizes(
+        block_q_dkv=given.block_q_dkv or tuned.block_q_dkv,
+        block_kv_dkv=block_kv,
+        block_kv_dkv_compute=given.block_kv_dkv_compute
+        or fitting(tuned.block_kv_dkv_compute, block_kv),
+        block_q_dq=given.block_q_dq,
+        vmem_limit_bytes=given.vmem_limit_bytes,
+    )
 
 
 def splash_blocks(

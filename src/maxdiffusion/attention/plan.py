@@ -111,6 +111,11 @@ class AttentionPlan(Attention):
         return self.scheme.collectives(self.problem.shard, self.backend.kv_reductions)
 
     @property
+    def backward_collectives(self) -> tuple[Collective, ...]:
+        """Collectives that one backward pass adds to those of the forward pass."""
+        return self.scheme.backward_collectives(self.problem.shard)
+
+    @property
     def fixed_m(self) -> bool:
         """Returns whether heads may use a fixed bound in place of their running maximum."""
         return self.backend.softmax is Softmax.FIXED_M
@@ -292,7 +297,7 @@ class AttentionPlan(Attention):
             f"keys: {describe_padding(self.padded_kv_len, problem.kv_len)}",
             self.scheme.padding(problem.shard),
             self._repeated_heads(),
-            "" if backend.differentiable else "forward only: this kernel has no gradient",
+            "" if backend.differentiable else "forward only: no gradient",
         ]
         return "\n  ".join(line for line in lines if line)
 
@@ -402,11 +407,16 @@ def _plan(
 def with_gradient(plan: AttentionPlan) -> AttentionPlan:
     """Returns the plan, if it can be trained through; raises with the names that can."""
     if plan.backend.differentiable:
+        found = Collector()
+        with found:
+            plan.backend.check_gradient()
+        if found.problems:
+            raise UnsupportedAttention(plan.name, found.problems)
         return plan
     forward_only = Problem(
         name="attention",
         value=plan.name,
-        rule=f"{plan.backend.title} has no gradient",
+        rule=f"{plan.backend.title} has no gradient in {plan.backend.precision.value}",
         remedy=f"Train with one of {', '.join(differentiable_names())}",
     )
     raise UnsupportedAttention(plan.name, [forward_only])
@@ -454,13 +464,13 @@ def _fuses(
 ) -> bool:
     """Returns whether one kernel can do qk-norm, RoPE and the head layout.
 
-    That kernel has no gradient, needs all heads of a token at once, as many of keys as of queries,
-    and takes head widths of whole lanes.
+    That kernel needs all heads of a token at once, as many of keys as of queries, and takes head
+    widths of whole lanes.
     """
     return (
         problem.platform == "tpu"
         and scheme.partitioning is Partitioning.MANUAL
-        and not backend.differentiable
+        and backend.fuses_projections
         and problem.mesh.tensor == 1
         and problem.heads_per_key_head == 1
         and problem.head_dim % LANES == 0

@@ -38,6 +38,11 @@ class AttentionOp:
     precision: Precision = Precision.NATIVE
     dense_below_min_seq_length: bool = False
 
+    @property
+    def differentiable(self) -> bool:
+        """Returns whether the backend has a gradient in this precision."""
+        return self.precision in self.backend.gradient_precisions
+
     def resolve(
         self, problem: AttentionProblem, options: AttentionOptions
     ) -> tuple[ContextParallel, AnyBackend]:
@@ -108,5 +113,5 @@ ATTENTION_NAMES = tuple(ATTENTION_OPS)
 
 
 def differentiable_names() -> Iterable[str]:
-    """Returns the names whose backend has a gradient."""
-    return (name for name, op in ATTENTION_OPS.items() if op.backend.differentiable)
+    """Returns the names that have a gradient."""
+    return (name for name, op in ATTENTION_OPS.items() if op.differentiable)

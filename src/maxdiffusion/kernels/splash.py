@@ -181,47 +181,50 @@ def tokamax_partials(
 def tokamax_gradients(
     qkv: tuple[Queries, Keys, Keys],
     valid: Valid | None,
-    outcome: tuple[Queries, Float[Array, "B S N"], Queries],
+    outcome: tuple[Float[Array, "B S N"], Float[Array, "B S N"], Queries],
     options: TokamaxOptions,
 ) -> tuple[Queries, Keys, Keys]:
     """Returns the share of these keys in the gradient of q, and the gradients of k and v.
 
-    `outcome` is the output over *all* keys, its natural log-sum, and the gradient of the output.
+    `outcome` is the natural log-sum over *all* keys, sum(output * its gradient) over head features,
+    and the gradient of the output.
     """
     q, k, v = qkv
-    out, log_sum, d_out = outcome
     # The saved log-sum is natural, and only the natural exponent's backward pass reads it as such.
     config = options.config(use_base2_exp=False)
     kernel = _kernel(q, k, options, config, save_residuals=False)
     q_BNSH, k_BNTH, v_BNTH, ids = _inputs(q, k, v, valid, options)
-    out_BNSH, d_out_BNSH = (
-        pad_length(part.transpose(0, 2, 1, 3), 2, q_multiple(options.blocks))
-        for part in (out, d_out)
-    )
-    log_sum_BNS = pad_length(log_sum.transpose(0, 2, 1), 2, q_multiple(options.blocks))
+    log_sum, delta, d_out = outcome
+    # Without keys the log-sum is that of masked scores. Zero makes their probabilities zero.
+    per_query = jnp.where(log_sum > NO_KEYS, log_sum, 0.0), delta
+    rows = q_multiple(options.blocks)
+    log_sum_BNS, delta_BNS = (pad_length(part.transpose(0, 2, 1), 2, rows) for part in per_query)
+    d_out_BNSH = pad_length(d_out.transpose(0, 2, 1, 3), 2, rows)
 
     def backward(q: Array, k: Array, v: Array, ids: Any, *rest: Array) -> tuple[Array, ...]:
-        out, log_sum, d_out = rest
-        saved = (q, k, v, ids, None, out, log_sum, kernel.dkv_mask_info)
-        grads = tokamax_module()._splash_attention_bwd(
-            False,
-            kernel.kwargs["mask_value"],
-            False,
-            config,
-            kernel.kwargs["mask_function"],
-            kernel.kwargs["fwd_mask_sparsity"],
-            kernel.kwargs["dkv_mask_sparsity"],
-            saved,
-            d_out,
+        log_sum, delta, d_out = rest
+        d_qkv: tuple[Array, ...] = tokamax_module()._splash_attention_bwd_dkv(
+            *(q, k, v, ids, log_sum, d_out, delta),
+            bq=config.block_q_dkv,
+            bkv=config.block_kv_dkv,
+            bkv_compute=config.block_kv_dkv_compute,
+            is_mqa=False,
+            mask_info=kernel.dkv_mask_info,
+            config=config,
+            **{name: kernel.kwargs[name] for name in _BACKWARD_SETTINGS},
         )
-        d_qkv: tuple[Array, ...] = grads[2:5]
         return d_qkv
 
     d_q, d_k, d_v = jax.vmap(backward)(
-        q_BNSH, k_BNTH, v_BNTH, ids, out_BNSH, log_sum_BNS, d_out_BNSH
+        q_BNSH, k_BNTH, v_BNTH, ids, log_sum_BNS, delta_BNS, d_out_BNSH
     )
     d_q = _tokens(d_q, q.shape[1]).astype(jnp.float32) * options.scale
     return d_q, _tokens(d_k, k.shape[1]), _tokens(d_v, k.shape[1])
+
+
+NO_KEYS = -1e30
+"""Log-sums below are those of queries without keys."""
+_BACKWARD_SETTINGS = ("mask_value", "mask_function", "dkv_mask_sparsity")
 
 
 def _kernel(

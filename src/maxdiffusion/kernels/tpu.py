@@ -71,6 +71,7 @@ SCORES_AT_ONCE = 2048 * 1024
 """Queries of a tile times keys of a block: enough to hide the tile's start and end behind matmuls,
 few enough to compile in seconds and to bound the VMEM that the compiler uses for spills."""
 FLASH_SIZES = ("block_q", "block_kv", "block_kv_compute", "block_kv_compute_in")
+FLASH_BACKWARD_SIZES = ("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 SPLASH_SIZES = (
     "block_q",
     "block_kv",
@@ -94,9 +95,11 @@ class BlockSizes:
     block_kv_compute      keys of one score tile (one Q.K^T)
     block_kv_compute_in   keys of one softmax and P.V step inside a score tile (flash kernel)
     block_q_dkv, block_kv_dkv, block_kv_dkv_compute
-                          the same in the backward pass for k and v (splash kernels)
+                          the same in the backward pass for k and v; in that of the flash kernel
+                          queries and keys of a grid step, and keys of one score tile
     block_q_dq, block_kv_dq
-                          the same in a separate backward pass for q (splash kernels)
+                          the same in a separate backward pass for q (splash kernels); in the flash
+                          kernel block_q_dq are the queries whose gradient is kept in VMEM
     use_fused_bwd_kernel  one backward pass for q, k and v (splash kernels)
     heads_per_tile        query heads of one grid step (flash kernel)
     vmem_limit_bytes      VMEM that the compiler may use (flash kernel)
@@ -184,6 +187,15 @@ class BlockSizes:
         if not problems:
             problems += self._nesting_problems("block_kv_compute", "block_kv_compute_in")
             problems += self._nesting_problems("block_kv", "block_kv_compute")
+        if problems:
+            raise ProblemsFound(problems)
+
+    def check_backward(self) -> None:
+        """Raises `ProblemsFound` unless the backward flash kernel can run with these sizes."""
+        optional = ("block_q_dq",) if self.block_q_dq else ()
+        problems = self._lane_problems((*FLASH_BACKWARD_SIZES, *optional))
+        if not problems:
+            problems += self._nesting_problems("block_kv_dkv", "block_kv_dkv_compute")
         if problems:
             raise ProblemsFound(problems)
 

@@ -12,10 +12,11 @@ from maxdiffusion.kernels.flash import (
     fixed_m_bounds,
     flash_attention,
     flash_attention_partials,
+    flash_attention_with_log_sum,
     smooth_keys,
 )
 from maxdiffusion.kernels.reference import Partials
-from tests.kernels.flash.cases import Case, error, expected, tolerance
+from tests.kernels.flash.cases import UNIT, Case, error, expected, tolerance
 
 HALF = 150
 
@@ -80,14 +81,20 @@ def test_a_call_goes_on_where_the_one_before_it_stopped(softmax, order) -> None:
     settings = {"blocks": case.blocks, "options": case.options, "bounds": bounds}
     partials = jax.jit(flash_attention_partials, static_argnames=("blocks", "options"))
     finish = jax.jit(flash_attention, static_argnames=("blocks", "options"))
+    with_log_sum = jax.jit(flash_attention_with_log_sum, static_argnames=("blocks", "options"))
     first, last = ((slice(HALF), slice(HALF, None))[index] for index in order)
     sums = partials(q, k[:, first], v[:, first], **settings)
     none = jnp.zeros(2, jnp.int32)
     sums = partials(q, k[:, last], v[:, last], kv_len=none, before=sums, **settings)
     whole = finish(q, k[:, last], v[:, last], before=sums, **settings)
     assert error(whole, expected(case, q, k, v)) <= tolerance(case, q, k, v)
+    again, log_sum = with_log_sum(q, k[:, last], v[:, last], before=sums, **settings)
+    assert jnp.array_equal(again, whole)
     ends = partials(q, k[:, last], v[:, last], before=sums, **settings)
     assert error(ends.o / ends.l[..., None], expected(case, q, k, v)) <= tolerance(case, q, k, v)
+    wanted = ends.m / case.options.exponent.per_nat + jnp.log(ends.l)
+    # One rounding of the shift and one of the sum, of the size of the scores.
+    assert error(log_sum, wanted) <= 2 * UNIT["float32"] * float(jnp.max(jnp.abs(ends.m)) + 1)
 
 
 def test_fixed_m_goes_on_with_the_bounds_it_began_with() -> None:

@@ -82,3 +82,54 @@ def test_nothing_runs_where_nothing_is_to_be_done():
     (same,) = qk_norm_rope_scatter(made, home, head_dim=HEAD_DIM)
     assert same is made.values
     assert gather_heads([same], home, head_dim=HEAD_DIM) is same
+
+
+def exact_gradient(made: ProjectedHeads, d_heads: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradients of columns and gain in float64: of y = turn(x g / rms(x))."""
+    x, gain, cos, sin = (
+        np.asarray(a, np.float64) for a in (made.values, made.gain, made.cosines, made.sines)
+    )
+    first, second = np.split(d_heads.reshape(*x.shape[:2], HEADS, HEAD_DIM), 2, axis=-1)
+    cos, sin = cos[None, :, None], sin[None, :, None]
+    turned = np.concatenate([first * cos + second * sin, second * cos - first * sin], axis=-1)
+    d_normed = turned.reshape(x.shape)
+    inverse = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + made.eps)
+    along = np.mean(d_normed * gain * x, axis=-1, keepdims=True)
+    return inverse * (gain * d_normed - x * inverse**2 * along), np.sum(
+        d_normed * x * inverse, axis=(0, 1)
+    )
+
+
+# Half the spacing above one: sums in float32 add eight of theirs, as in the forward pass.
+ROUNDED = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("known", ["before", "when the program runs"])
+def test_gradients_are_those_of_float64(dtype, known):
+    made = columns(dtype)
+    order = None if known == "before" else jnp.asarray(SPLIT.order(), jnp.int32)
+    settings = {"head_dim": HEAD_DIM, "interpret": True, "order": order}
+    weights = jax.random.normal(jax.random.key(8), made.values.shape).astype(dtype)
+
+    @jax.jit
+    def gradient(made: ProjectedHeads) -> ProjectedHeads:
+        def loss(made: ProjectedHeads) -> jax.Array:
+            arrays = qk_norm_rope_scatter(made, SPLIT, **settings)
+            back = gather_heads(arrays, SPLIT, **settings)
+            return jnp.sum(back.astype(jnp.float32) * weights.astype(jnp.float32))
+
+        return jax.grad(loss)(made)
+
+    got = gradient(made)
+    d_values, d_gain = exact_gradient(made, np.asarray(weights, np.float64))
+    bound = ROUNDED[dtype] + 8 * 2.0**-24
+    # The two terms of a column's gradient, and the pair of features that were turned.
+    size = np.abs(d_values) + np.abs(d_values).max(axis=-1, keepdims=True)
+    assert got.values.dtype == got.gain.dtype == made.values.dtype
+    assert np.all(np.abs(np.asarray(got.values, np.float64) - d_values) <= bound * size)
+    terms = np.sqrt(made.values.shape[0] * ROWS) * 2.0**-24 * 4
+    assert np.all(
+        np.abs(np.asarray(got.gain, np.float64) - d_gain)
+        <= ROUNDED[dtype] * np.abs(d_gain) + terms * np.abs(d_gain).max()
+    )

@@ -64,9 +64,16 @@ def output(partial: Partials, dtype: DTypeLike) -> Float[Array, "B S N H"]:
 
 Queries = Float[Array, "B S N H"]
 Keys = Float[Array, "B T N H"]
+LogSum = Float[Array, "B S N"]
+Delta = Float[Array, "B S N"]
 PreparedKeys = Shaped[Array, "B _ N _"]
 """Keys as `preprocess_kv` returns them; a lossy product may pack them."""
 Stats = TypeVar("Stats")
+ATTENTION_OUT, ATTENTION_LOG_SUM = "attention_out", "attention_log_sum"
+"""Names under which a rematerialisation policy finds the results of the kernels.
+
+A backward pass that keeps both runs no forward kernel and none of its collectives again.
+"""
 
 
 class Softmax(enum.Enum):
@@ -132,9 +139,10 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     """
 
     title: ClassVar[str]
-    differentiable: ClassVar[bool] = False
-    has_shard_gradients: ClassVar[bool] = False
-    """Whether `gradients` over some of the keys exist."""
+    gradient_precisions: ClassVar[tuple[Precision, ...]] = ()
+    """Precisions in which this backend has a gradient."""
+    fuses_projections: ClassVar[bool] = False
+    """Whether one pass does qk-norm, RoPE and the head layout before this backend."""
     searched_sizes: ClassVar[tuple[str, ...]] = ()
     """Block sizes that a tile search sets; none for a backend without a Pallas kernel."""
     softmaxes: ClassVar[tuple[Softmax, ...]] = (Softmax.ONLINE,)
@@ -144,6 +152,16 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     options: AttentionOptions
     softmax: Softmax = Softmax.ONLINE
     precision: Precision = Precision.NATIVE
+
+    @property
+    def differentiable(self) -> bool:
+        """Returns whether `attend` has a gradient."""
+        return self.precision in self.gradient_precisions
+
+    @property
+    def has_shard_gradients(self) -> bool:
+        """Returns whether `gradients` over some of the keys exist."""
+        return False
 
     def __post_init__(self) -> None:
         if self.softmax not in self.softmaxes or self.precision not in self.precisions:
@@ -200,19 +218,43 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
         """Returns attention over these keys, the last ones, and those of `carry`."""
         return output(self.accumulate(q, k, v, kv_mask, stats, carry), q.dtype)
 
+    def finalize_with_log_sum(
+        self,
+        q: Queries,
+        k: PreparedKeys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        stats: Stats,
+        carry: Partials | None,
+    ) -> tuple[Queries, LogSum]:
+        """Returns what `finalize` does, and the natural log of the sum of all exponentials.
+
+        `gradients` takes both. The log-sum of a row without keys is -inf.
+        """
+        total = self.accumulate(q, k, v, kv_mask, stats, carry)
+        return output(total, q.dtype), self.log_sum(total)
+
+    def log_sum(self, partial: Partials) -> LogSum:
+        """Returns the natural log of the sum of exponentials of a partial."""
+        return partial.m + jnp.log(partial.l)
+
     def gradients(
         self,
         q: Queries,
-        k: Keys,
+        k: PreparedKeys,
         v: Keys,
         kv_mask: LocalKVMask,
-        out: Queries,
-        log_sum: Float[Array, "B S N"],
+        log_sum: LogSum,
+        delta: Delta,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
-        """Returns what these keys add to the gradient of q, and the gradients of k and v.
+        """Returns what these keys add to the gradient of q, and what q adds to those of k and v.
 
-        `out` and `log_sum` are over all keys.
+        `k` are keys as `preprocess_kv` returned them. Where they were smoothed the gradient is also
+        that of the keys before: the mean of all keys adds the same to every score of a query, which
+        softmax does not see. `log_sum` is natural and over all keys; `delta` is sum(out * d_out)
+        over head features. With p = exp(s - log_sum) and ds = p * (d_out . v - delta), these are
+        scale * ds k, scale * ds^T q and p^T d_out.
         """
         raise NotImplementedError(f"{self.title} has no gradient over some of the keys")
 
@@ -264,6 +306,10 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
 
     def check(self) -> None:
         """Raises `ProblemsFound` if this backend cannot run its problem."""
+        return
+
+    def check_gradient(self) -> None:
+        """Raises `ProblemsFound` if the gradient of this backend cannot run its problem."""
         return
 
     def details(self) -> Sequence[str]:

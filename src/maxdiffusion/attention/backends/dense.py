@@ -5,6 +5,7 @@ from typing import final
 
 from maxdiffusion.attention.backends.base import (
     Keys,
+    Precision,
     Queries,
     StatelessBackend,
 )
@@ -26,7 +27,7 @@ class DenseBackend(StatelessBackend):
     """Scores, float32 softmax and output as XLA einsums, a chunk of queries at a time."""
 
     title = "dense einsum"
-    differentiable = True
+    gradient_precisions = (Precision.NATIVE,)
 
     @property
     def softmax_title(self) -> str:
@@ -58,7 +59,7 @@ class CudnnBackend(StatelessBackend):
     """Fused attention of the cuDNN library, through jax."""
 
     title = "cuDNN"
-    differentiable = True
+    gradient_precisions = (Precision.NATIVE,)
 
     def check(self) -> None:
         """Raises `ProblemsFound` if cuDNN cannot run this problem."""

@@ -1,4 +1,6 @@
-"""Backend of our Pallas flash kernel; forward only.
+"""Backend of our Pallas flash kernel.
+
+Its gradient is a kernel too, from the saved output and log-sum; float8 products have none.
 
 Two options change what a call needs to know of all keys, its `FlashStats`:
 
@@ -18,7 +20,9 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.backends.base import (
     AttentionBackend,
+    Delta,
     Keys,
+    LogSum,
     Precision,
     PreparedKeys,
     Queries,
@@ -27,7 +31,7 @@ from maxdiffusion.attention.backends.base import (
     Tile,
     check_pallas,
 )
-from maxdiffusion.attention.options import flash_blocks
+from maxdiffusion.attention.options import flash_backward_blocks, flash_blocks
 from maxdiffusion.attention.problem import LocalKVMask
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.kernels import flash
@@ -59,8 +63,8 @@ def forward_only(arrays: Arrays) -> Arrays:
 @forward_only.defjvp
 def _refuse_gradient(primals: Any, tangents: Any) -> Any:
     raise NotImplementedError(
-        "our flash kernel has no gradient: train with ring, tokamax_ring, ulysses_ring, "
-        "ulysses, flash, tokamax_flash or dot_product"
+        "our flash kernel has no gradient here: float8 products have none, and partials only "
+        "inside a scheme that has; train with ulysses_ring_custom or ulysses_custom"
     )
 
 
@@ -73,6 +77,13 @@ class FlashBackend(AttentionBackend[FlashStats]):
     searched_sizes = SEARCHED
     softmaxes = (Softmax.ONLINE, Softmax.FIXED_M)
     precisions = (Precision.NATIVE, Precision.FP8)
+    gradient_precisions = (Precision.NATIVE,)
+    fuses_projections = True
+
+    @property
+    def has_shard_gradients(self) -> bool:
+        """Returns whether products are native: float8 has no gradient."""
+        return self.differentiable
 
     def attend(
         self, q: Queries, k: PreparedKeys, v: Keys, kv_mask: LocalKVMask, stats: FlashStats
@@ -116,15 +127,64 @@ class FlashBackend(AttentionBackend[FlashStats]):
         call = self._call(q, k, kv_mask, stats)
         return flash.flash_attention(q, k, v, before=carry, **call)
 
+    def finalize_with_log_sum(
+        self,
+        q: Queries,
+        k: PreparedKeys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        stats: FlashStats,
+        carry: Partials | None,
+    ) -> tuple[Queries, LogSum]:
+        """Returns what `finalize` does, and the log-sum that the kernel writes with it."""
+        q, k, v, carry = forward_only((q, k, v, carry))
+        call = self._call(q, k, kv_mask, stats)
+        del call["key_scale"]
+        return flash.flash_attention_with_log_sum(q, k, v, before=carry, **call)
+
+    def gradients(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Keys,
+        kv_mask: LocalKVMask,
+        log_sum: LogSum,
+        delta: Delta,
+        d_out: Queries,
+    ) -> tuple[Queries, Keys, Keys]:
+        """Returns what these keys add to the gradient of q, and those of k and v, in float32."""
+        from maxdiffusion.kernels.flash.backward import shard_gradients
+
+        known = self._known(k, kv_mask, FlashStats())
+        grads = shard_gradients(
+            (q, k, v),
+            (log_sum, delta, d_out),
+            blocks=flash_backward_blocks(self.problem, self.options),
+            options=self.kernel_options,
+            kv_len=known["kv_len"],
+            kv_mask=known["kv_mask"],
+        )
+        return grads.d_q, grads.d_k, grads.d_v
+
+    def log_sum(self, partial: Partials) -> LogSum:
+        """Returns the natural log of the sum of exponentials; m is in units of the exponent."""
+        return partial.m / self.kernel_options.exponent.per_nat + jnp.log(partial.l)
+
     def _call(
         self, q: Queries, k: PreparedKeys, kv_mask: LocalKVMask, stats: FlashStats
     ) -> dict[str, Any]:
-        length = kv_mask.length
+        return {**self.settings(q.shape[2]), **self._known(k, kv_mask, stats)}
+
+    def settings(self, heads: int) -> dict[str, Any]:
+        """Returns the block sizes and the options of a call with this number of heads."""
         # Heads that became batch rows (to have a mask each) come one at a time.
-        per_tile = math.gcd(self.blocks.heads_per_tile, q.shape[2])
+        per_tile = math.gcd(self.blocks.heads_per_tile, heads)
+        blocks = replace(self.blocks, heads_per_tile=per_tile)
+        return {"blocks": blocks, "options": self.kernel_options}
+
+    def _known(self, k: PreparedKeys, kv_mask: LocalKVMask, stats: FlashStats) -> dict[str, Any]:
+        length = kv_mask.length
         return {
-            "blocks": replace(self.blocks, heads_per_tile=per_tile),
-            "options": self.kernel_options,
             "kv_len": None if length is None else jnp.full((k.shape[0],), length, jnp.int32),
             "kv_mask": kv_mask.mask,
             "bounds": stats.bounds,
@@ -137,6 +197,7 @@ class FlashBackend(AttentionBackend[FlashStats]):
         """Returns the keys of every call, smoothed by the mean of all keys unless all is plain."""
         if self.softmax is Softmax.ONLINE and self.precision is Precision.NATIVE:
             return k, FlashStats()
+        k, v = forward_only((k, v))
         attended = kv_mask.valid(k.shape[0], k.shape[1])
         mean = flash.KeyTotal(*reducer.psum(*flash.key_total(k, attended))).mean()
         if self.precision is Precision.FP8:
@@ -226,8 +287,15 @@ class FlashBackend(AttentionBackend[FlashStats]):
 
     def kernel_plans(self, blocks: BlockSizes) -> list[flash.KernelPlan]:
         """Returns the plan of each kernel call; raises `ProblemsFound` if one cannot run."""
+        return [
+            flash.plan_kernel(shape, blocks, self.kernel_options, masked=True, **kind)
+            for shape in self._shapes()
+            for kind in self._call_kinds()
+        ]
+
+    def _shapes(self) -> list[flash.FlashShape]:
         problem = self.problem
-        shapes = [
+        return [
             flash.FlashShape(
                 batch=problem.batch,
                 q_len=problem.q_len,
@@ -238,11 +306,6 @@ class FlashBackend(AttentionBackend[FlashStats]):
                 dtype=problem.dtype.name,
             )
             for heads in sorted(set(problem.heads))
-        ]
-        return [
-            flash.plan_kernel(shape, blocks, self.kernel_options, masked=True, **kind)
-            for shape in shapes
-            for kind in self._call_kinds()
         ]
 
     def _call_kinds(self) -> Sequence[dict[str, bool]]:
@@ -276,6 +339,14 @@ class FlashBackend(AttentionBackend[FlashStats]):
                 )
             )
         problems.raise_if_any()
+
+    def check_gradient(self) -> None:
+        """Raises `ProblemsFound` if the backward kernel does not fit the chip."""
+        from maxdiffusion.kernels.flash.backward_plan import plan_backward
+
+        blocks = flash_backward_blocks(self.problem, self.options)
+        for shape in self._shapes():
+            plan_backward(shape, blocks, self.kernel_options, masked=True)
 
     def details(self) -> Sequence[str]:
         """Returns block sizes, exponent, scheduler, VMEM, and what is lossy or forced."""

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from jaxtyping import Array, Float
-
 from maxdiffusion.attention.backends.base import (
     AnyBackend,
+    Delta,
     Keys,
+    LogSum,
+    Precision,
     Queries,
     StatelessBackend,
     check_pallas,
@@ -59,7 +60,7 @@ class JaxSplashBackend(StatelessBackend):
 
     title = "jax splash"
     searched_sizes = SPLASH_FORWARD
-    differentiable = True
+    gradient_precisions = (Precision.NATIVE,)
 
     @property
     def blocks(self) -> BlockSizes:
@@ -94,13 +95,17 @@ class TokamaxSplashBackend(StatelessBackend):
 
     title = "tokamax splash"
     searched_sizes = SPLASH_FORWARD
-    differentiable = True
-    has_shard_gradients = True
+    gradient_precisions = (Precision.NATIVE,)
 
     @property
     def blocks(self) -> BlockSizes:
         """Block sizes: the user's, completed from the tuned table."""
         return splash_blocks(self.problem, self.options, self.search_name)
+
+    @property
+    def has_shard_gradients(self) -> bool:
+        """Returns True: tokamax's backward pass takes the log-sum of all keys."""
+        return True
 
     @property
     def settings(self) -> TokamaxOptions:
@@ -141,10 +146,10 @@ class TokamaxSplashBackend(StatelessBackend):
         k: Keys,
         v: Keys,
         kv_mask: LocalKVMask,
-        out: Queries,
-        log_sum: Float[Array, "B S N"],
+        log_sum: LogSum,
+        delta: Delta,
         d_out: Queries,
     ) -> tuple[Queries, Keys, Keys]:
-        """Returns what these keys add to the gradient of q, and the gradients of k and v."""
+        """Returns what these keys add to the gradient of q, and what q adds to those of k and v."""
         valid = kv_mask.valid(k.shape[0], k.shape[1])
-        return tokamax_gradients((q, k, v), valid, (out, log_sum, d_out), self.settings)
+        return tokamax_gradients((q, k, v), valid, (log_sum, delta, d_out), self.settings)

@@ -2,42 +2,64 @@
 
 A scheme is a value in two states. A row of the registry holds it without degrees. `for_mesh`
 returns it with the degrees of a mesh, or a simpler scheme where a degree is 1. The resolved value
-runs on the shards of one device inside shard_map, and states its collectives for start-up reports,
-cost estimates and tests.
+runs on the shards of one device inside shard_map, and states its collectives, forward and backward,
+for start-up reports, cost estimates and tests.
+
+Gradients: jax transposes the collectives that only move arrays (all-to-all, all-gather). A scheme
+that calls kernels is a `KernelScheme`: it has one gradient for all its calls, which needs the
+outputs and their log-sums and runs no forward kernel again.
 """
 
 import abc
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.attention.backends import AnyBackend, LocalReducer
-from maxdiffusion.attention.backends.base import Keys, Queries
+from maxdiffusion.attention.backends.base import (
+    ATTENTION_LOG_SUM,
+    ATTENTION_OUT,
+    Delta,
+    Keys,
+    LogSum,
+    PreparedKeys,
+    Queries,
+)
 from maxdiffusion.attention.options import AttentionOptions
-from maxdiffusion.attention.problem import AttentionProblem, KVMask, LocalProblem, axes_size
+from maxdiffusion.attention.problem import (
+    AttentionProblem,
+    KVMask,
+    LocalKVMask,
+    LocalProblem,
+    axes_size,
+)
 from maxdiffusion.kernels.qk_prep import HeadLayout, QKVLayout
 from maxdiffusion.mesh import CONTEXT_AXES
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
 ScatteredHeads = Sequence[Float[Array, "_U _S _D"]]
 """Heads as columns of one array per group, with a block of rows for each target device."""
-CollectiveKind = Literal["all-gather", "all-to-all", "collective-permute", "all-reduce"]
+CollectiveKind = Literal[
+    "all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Collectives of one kind in the forward pass of one attention.
+    """Collectives of one kind in the forward pass of one attention, or in the backward pass.
 
     count        operations in the compiled program
     bytes        sent by the busiest device in all of them
     rounds       steps that follow each other; operations of a step run together
     round_bytes  array bytes of one round on a device; of an all-gather those of the result
-    overlap      kernel calls that run during a round
+    overlap      kernel calls (of the same pass) that run during a round
     hidden       share of the rounds that other work hides completely
     wraps        whether a permutation closes to a ring; otherwise it sends both ways along a line
     """
@@ -78,7 +100,7 @@ class ContextParallel(abc.ABC):
         self, problem: AttentionProblem, options: AttentionOptions
     ) -> "ContextParallel":
         """Returns the scheme for keys of which every device has all, as those of a text."""
-        return LocalKV()
+        return LocalKV(replicas=problem.mesh.context)
 
     @abc.abstractmethod
     def attend(
@@ -102,6 +124,10 @@ class ContextParallel(abc.ABC):
         `reductions` are the all-reduces of key statistics that the backend asks for, in bytes per
         (batch, head) pair.
         """
+        return ()
+
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the collectives that the gradient of one attention adds; by default none."""
         return ()
 
     def padding(self, shard: LocalProblem) -> str:
@@ -154,36 +180,228 @@ def gather_collectives(
     )
 
 
-@final
-@dataclass(frozen=True)
-class LocalKV(ContextParallel):
-    """Sends nothing: this device has all the keys that its queries need."""
+Mask = Bool[Array, "B _"]
+
+
+class Saved(NamedTuple):
+    """Arrays that the gradient of an attention needs; `k` as the kernels saw it."""
+
+    queries: tuple[Queries, ...]
+    k: PreparedKeys
+    v: Keys
+    mask: Mask | None
+    outs: tuple[Queries, ...]
+    log_sums: tuple[LogSum, ...]
+
+
+class OutputGradient(NamedTuple):
+    """A group of queries, the gradient of its output, and two sums per query.
+
+    `log_sum` is that of the scores of all keys, `delta` is sum(out * d_out) over head features.
+    With these, the gradient of q, k and v is a sum of independent parts, one for each pair of a
+    group of queries and a shard of keys.
+    """
+
+    q: Queries
+    d_out: Queries
+    log_sum: LogSum
+    delta: Delta
+
+
+Gradients = tuple[list[Queries], Keys, Keys]
+
+
+class Result(enum.Enum):
+    """Result of a group of queries: the output, or a pair of output and natural log-sum."""
+
+    OUTPUT = "output"
+    OUTPUT_AND_LOG_SUM = "output and log-sum"
+
+
+class KernelScheme(ContextParallel):
+    """Base of the schemes that call kernels: one gradient for all groups of queries at once."""
 
     def attend(
         self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
     ) -> Queries:
-        """Returns the backend's attention over the local keys."""
+        """Returns the attention of this device's queries over all keys."""
         return self.attend_groups([q], k, v, kv_mask=kv_mask, backend=backend)[0]
 
     def attend_groups(
         self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
     ) -> list[Queries]:
-        """Returns the attention of each group, with one call of the backend each."""
-        mask = kv_mask.whole()
-        outs = []
+        """Returns the attention of several groups of queries over the same keys."""
+        if not backend.has_shard_gradients:
+            kind = Result.OUTPUT
+            return self.run(queries, k, v, kv_mask=kv_mask, backend=backend, result=kind)[1]
+        return [*self._differentiable(backend, kv_mask)(tuple(queries), k, v, kv_mask.mask)]
+
+    @abc.abstractmethod
+    def run(
+        self,
+        queries: Sequence[Queries],
+        k: Keys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+        result: Result,
+    ) -> tuple[PreparedKeys, list[Any]]:
+        """Returns the keys of the kernel calls, and the result of each group of queries.
+
+        Prepared keys may differ from `k` by a vector that all keys share. It moves every score of
+        a row alike, so that the gradients of q and of `k` are those for the prepared keys.
+        """
+
+    @abc.abstractmethod
+    def gradients(
+        self,
+        groups: Sequence[OutputGradient],
+        k: PreparedKeys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+    ) -> Gradients:
+        """Returns the gradients of the queries of each group, and of this device's k and v."""
+
+    def _differentiable(
+        self, backend: AnyBackend, kv_mask: KVMask
+    ) -> Callable[[tuple[Queries, ...], Keys, Keys, Mask | None], tuple[Queries, ...]]:
+        """Returns the attention of groups of queries as one function with its own gradient."""
+
+        def forward(
+            queries: tuple[Queries, ...], k: Keys, v: Keys, mask: Mask | None
+        ) -> tuple[tuple[Queries, ...], Saved]:
+            keys, kind = kv_mask.with_mask(mask), Result.OUTPUT_AND_LOG_SUM
+            prepared, results = self.run(queries, k, v, kv_mask=keys, backend=backend, result=kind)
+            outs = tuple(checkpoint_name(out, ATTENTION_OUT) for out, _ in results)
+            log_sums = tuple(checkpoint_name(rows, ATTENTION_LOG_SUM) for _, rows in results)
+            return outs, Saved(queries, prepared, v, mask, outs, log_sums)
+
+        def backward(
+            saved: Saved, d_outs: tuple[Queries, ...]
+        ) -> tuple[tuple[Queries, ...], Keys, Keys, None]:
+            groups = [
+                output_gradient(*group)
+                for group in zip(saved.queries, saved.outs, saved.log_sums, d_outs, strict=True)
+            ]
+            keys = kv_mask.with_mask(saved.mask)
+            d_queries, d_k, d_v = self.gradients(
+                groups, saved.k, saved.v, kv_mask=keys, backend=backend
+            )
+            dtype = saved.v.dtype
+            d_queries = [d_q.astype(dtype) for d_q in d_queries]
+            return tuple(d_queries), d_k.astype(dtype), d_v.astype(dtype), None
+
+        @jax.custom_vjp
+        def attend(
+            queries: tuple[Queries, ...], k: Keys, v: Keys, mask: Mask | None
+        ) -> tuple[Queries, ...]:
+            keys, kind = kv_mask.with_mask(mask), Result.OUTPUT
+            return tuple(self.run(queries, k, v, kv_mask=keys, backend=backend, result=kind)[1])
+
+        attend.defvjp(forward, backward)
+        return attend
+
+
+def output_gradient(q: Queries, out: Queries, log_sum: LogSum, d_out: Queries) -> OutputGradient:
+    """Returns a group of queries with its sums."""
+    products = out.astype(jnp.float32) * d_out.astype(jnp.float32)
+    return OutputGradient(q, d_out, log_sum, jnp.sum(products, axis=-1))
+
+
+def local_gradients(
+    groups: Sequence[OutputGradient],
+    k: PreparedKeys,
+    v: Keys,
+    mask: LocalKVMask,
+    backend: AnyBackend,
+) -> Gradients:
+    """Returns the gradients of groups of queries and of some keys, in float32."""
+    d_queries: list[Queries] = []
+    d_k, d_v = (jnp.zeros(v.shape, jnp.float32) for _ in range(2))
+    for group in groups:
         with jax.named_scope("kernel"):
-            k, stats = backend.preprocess_kv(k, v, mask, LocalReducer())
+            parts = backend.gradients(group.q, k, v, mask, group.log_sum, group.delta, group.d_out)
+        d_q, more_k, more_v = (part.astype(jnp.float32) for part in parts)
+        d_queries.append(d_q)
+        d_k, d_v = d_k + more_k, d_v + more_v
+    return d_queries, d_k, d_v
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class LocalKV(KernelScheme):
+    """Sends nothing: this device has all the keys that its queries need.
+
+    `replicas` devices along `CONTEXT_AXES` hold the same keys (those of a text), whose gradients
+    are summed over them.
+    """
+
+    replicas: int = 1
+
+    def run(
+        self,
+        queries: Sequence[Queries],
+        k: Keys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+        result: Result,
+    ) -> tuple[PreparedKeys, list[Any]]:
+        """Returns the keys and the result of each group, with one call of the backend each."""
+        mask = kv_mask.whole()
+        results: list[Any] = []
+        with jax.named_scope("kernel"):
+            k, kv_stats = backend.preprocess_kv(k, v, mask, LocalReducer())
             for q in queries:
-                outs.append(backend.attend(q, k, v, mask, backend.preprocess_q(q, stats)))
-        return outs
+                stats = backend.preprocess_q(q, kv_stats)
+                if result is Result.OUTPUT:
+                    results.append(backend.attend(q, k, v, mask, stats))
+                else:
+                    results.append(backend.finalize_with_log_sum(q, k, v, mask, stats, None))
+        return k, results
+
+    def gradients(
+        self,
+        groups: Sequence[OutputGradient],
+        k: PreparedKeys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+    ) -> Gradients:
+        """Returns the gradients, with one call of the backend for each group."""
+        return local_gradients(groups, k, v, kv_mask.whole(), backend)
 
     def local_problem(self, shard: LocalProblem) -> LocalProblem:
         """Returns local queries and all keys."""
         return gathered(shard)
 
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the all-reduce of the gradients of replicated keys and values."""
+        if self.replicas == 1:
+            return ()
+        return (summed_gradients(CONTEXT_AXES, self.replicas, shard),)
+
     def title(self) -> str:
         """Returns what is sent, in a few words."""
         return "none (keys are local)"
+
+
+def summed_gradients(axes: tuple[str, ...], degree: int, shard: LocalProblem) -> Collective:
+    """Returns the all-reduce of the gradients of k and v, which XLA makes one of."""
+    array = 2 * shard.kv_bytes
+    return Collective(
+        kind="all-reduce",
+        axes=axes,
+        count=1,
+        bytes=2 * array * (degree - 1) // degree,
+        rounds=1,
+        round_bytes=array,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,6 +440,19 @@ class AllGatherKV(SplitKV):
         """Returns the all-gathers of k and of v."""
         return gather_collectives(self.axes, self.degree, shard)
 
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the reduce-scatters of the gradients of k and of v."""
+        return (
+            Collective(
+                kind="reduce-scatter",
+                axes=self.axes,
+                count=2,
+                bytes=2 * (self.degree - 1) * shard.kv_bytes,
+                rounds=2,
+                round_bytes=shard.kv_bytes,
+            ),
+        )
+
     def title(self) -> str:
         """Returns what is sent, in a few words."""
         return f"k, v gathered over {'x'.join(self.axes)}={self.degree}"
@@ -237,6 +468,7 @@ class AutoSharded(ContextParallel):
     q_spec: PartitionSpec = field(default_factory=PartitionSpec)
     kv_spec: PartitionSpec = field(default_factory=PartitionSpec)
     degree: int = 1
+    context: int = 1
     num_devices: int = 1
 
     def for_mesh(self, problem: AttentionProblem, options: AttentionOptions) -> ContextParallel:
@@ -245,6 +477,7 @@ class AutoSharded(ContextParallel):
             q_spec=problem.q_spec,
             kv_spec=problem.gathered_spec,
             degree=problem.shard.num_kv_shards,
+            context=problem.mesh.context,
             num_devices=problem.mesh.devices,
         )
 
@@ -280,6 +513,12 @@ class AutoSharded(ContextParallel):
         if self.degree == 1:
             return ()
         return gather_collectives(CONTEXT_AXES, self.degree, shard)
+
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the all-reduce of the gradients of k and v, where queries are split."""
+        if self.context == 1:
+            return ()
+        return (summed_gradients(CONTEXT_AXES, self.context, gathered(shard)),)
 
     def title(self) -> str:
         """Returns what is sent, in a few words."""

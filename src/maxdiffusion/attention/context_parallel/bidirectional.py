@@ -7,22 +7,37 @@ exactly R kernels, and its keys come from at most R - 1 links away: a device at 
 shard a hop for R - 1 hops; the one in the middle gets two a hop for about R/2 hops and no more
 after that. Critical path: R - 1 hops between neighbours, each overlapped with up to two kernel
 calls, against R - 1 hops of a ring whose closing link, without a wrap-around, is R - 1 links long.
+
+Gradients have to come home, which two streams would take 2 R - 2 hops for. In the backward pass
+queries rotate over the ring 0, 2, 4, ..., 5, 3, 1, whose neighbours are at most two links apart:
+up over the even devices and down over the odd ones. So each link carries one shard each way in
+each of R - 1 hops.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Any, final
 
 import jax
 from jaxtyping import Array, Bool, Int
 
 from maxdiffusion.attention.backends import AnyBackend
-from maxdiffusion.attention.backends.base import Keys, Queries, output
-from maxdiffusion.attention.context_parallel.base import Collective, SplitKV
+from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries, output
+from maxdiffusion.attention.context_parallel.base import (
+    Collective,
+    Gradients,
+    KernelScheme,
+    OutputGradient,
+    Result,
+    SplitKV,
+)
 from maxdiffusion.attention.context_parallel.ring import (
     RingReducer,
+    Steps,
     ppermute_columns,
     reduction_collectives,
+    rotating_gradients,
+    rotation_collectives,
 )
 from maxdiffusion.attention.problem import KVMask, LocalProblem
 from maxdiffusion.kernels.reference import Partials
@@ -32,35 +47,50 @@ Stream = tuple[Array, Array]
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class BidirectionalRing(SplitKV):
+class BidirectionalRing(SplitKV, KernelScheme):
     """Sends k and v up and down a line of `degree` devices, without a closing link."""
 
-    def attend(
-        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
-    ) -> Queries:
-        """Returns the attention of this device's queries over all keys."""
+    def run(
+        self,
+        queries: Sequence[Queries],
+        k: Keys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+        result: Result,
+    ) -> tuple[PreparedKeys, list[Any]]:
+        """Returns the keys and the result of each group of queries."""
         here = jax.lax.axis_index(self.axes)
         local = kv_mask.shard(here, self.degree)
         with jax.named_scope("kernel"):
-            k, stats = backend.preprocess_kv(k, v, local, RingReducer(self.axes))
-            stats = backend.preprocess_q(q, stats)
+            k, kv_stats = backend.preprocess_kv(k, v, local, RingReducer(self.axes))
+            stats = [backend.preprocess_q(q, kv_stats) for q in queries]
 
-        def accumulate(carry: Partials, stream: Stream, source: Int[Array, ""]) -> Partials:
+        def accumulate(
+            carry: list[Partials], stream: Stream, source: Int[Array, ""]
+        ) -> list[Partials]:
             arrived = kv_mask.shard(source, self.degree)
             with jax.named_scope("kernel"):
-                return backend.accumulate(q, *stream, arrived, stats, carry)
+                return [
+                    backend.accumulate(q, *stream, arrived, known, total)
+                    for q, known, total in zip(queries, stats, carry, strict=True)
+                ]
 
         def if_arrived(
-            arrived: Bool[Array, ""], carry: Partials, stream: Stream, source: Int[Array, ""]
-        ) -> Partials:
-            merged: Partials = jax.lax.cond(
+            arrived: Bool[Array, ""], carry: list[Partials], stream: Stream, source: Int[Array, ""]
+        ) -> list[Partials]:
+            merged: list[Partials] = jax.lax.cond(
                 arrived, accumulate, lambda carry, *_: carry, carry, stream, source
             )
             return merged
 
         up, down = self.send_up((k, v), 1), self.send_down((k, v), 1)
         with jax.named_scope("kernel"):
-            carry = backend.accumulate(q, k, v, local, stats, None)
+            carry = [
+                backend.accumulate(q, k, v, local, known, None)
+                for q, known in zip(queries, stats, strict=True)
+            ]
         for hop in range(1, self.degree):
             last = hop == self.degree - 1
             next_up = up if last else self.send_up(up, hop + 1)
@@ -68,7 +98,29 @@ class BidirectionalRing(SplitKV):
             carry = if_arrived(here >= hop, carry, up, here - hop)
             carry = if_arrived(here + hop < self.degree, carry, down, here + hop)
             up, down = next_up, next_down
-        return output(carry, q.dtype)
+        outs = [output(total, q.dtype) for q, total in zip(queries, carry, strict=True)]
+        if result is Result.OUTPUT:
+            return k, outs
+        return k, [*zip(outs, map(backend.log_sum, carry), strict=True)]
+
+    def gradients(
+        self,
+        groups: Sequence[OutputGradient],
+        k: PreparedKeys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+    ) -> Gradients:
+        """Returns the gradients of this device's queries and keys; the queries rotate."""
+        here = kv_mask.shard(jax.lax.axis_index(self.axes), self.degree)
+        return rotating_gradients(groups, k, v, here, backend, self.axes, self.folded_ring)
+
+    @property
+    def folded_ring(self) -> Steps:
+        """Source and target of each hop over a ring of even devices upwards, odd ones downwards."""
+        order = [*range(0, self.degree, 2), *reversed(range(1, self.degree, 2))]
+        return [*zip(order, [*order[1:], order[0]], strict=True)]
 
     def send_up(self, stream: Stream, hop: int) -> Stream:
         """Returns the stream towards higher indices after hop `hop`; each time one device less."""
@@ -80,7 +132,7 @@ class BidirectionalRing(SplitKV):
         steps = [(device, device - 1) for device in range(1, self.degree - hop + 1)]
         return self._send(stream, steps)
 
-    def _send(self, stream: Stream, steps: list[tuple[int, int]]) -> Stream:
+    def _send(self, stream: Stream, steps: Steps) -> Stream:
         k, v = (ppermute_columns(part, self.axes, steps) for part in stream)
         return k, v
 
@@ -106,6 +158,10 @@ class BidirectionalRing(SplitKV):
             wraps=False,
         )
         return (streams, *reduction_collectives(self.axes, self.degree, shard, reductions))
+
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the hops of queries and of their gradients over the folded ring."""
+        return rotation_collectives(self.axes, self.degree, shard, wraps=False)
 
     def title(self) -> str:
         """Returns what is sent, in a few words."""

@@ -1,6 +1,14 @@
 """Ring attention: k and v rotate over the devices, and partial attentions are merged.
 
-Its gradient rotates the keys once more, together with their own gradients.
+In the backward pass keys stay and queries rotate: a hop sends q and d_out, two numbers per query,
+and the gradient of q as far as it is summed. Per element and hop that is 2 + 2 + 4 bytes with
+bfloat16 inputs. Keys would travel with two gradients, 2 + 2 + 4 + 4 bytes. Sums travel in float32:
+R - 1 roundings to bfloat16 would weigh more than the one that the gradient ends with. A backward
+kernel takes 2.5 times as long as a forward one (5 products for 2), a hop 2 times as long.
+
+    device i   [own queries]  [of i - 1]  [of i - 2] ... [of i + 1]
+    links      q, d_out ----  ----------  ----------
+                                    d_q   ----------      --------- home
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,26 +17,33 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Int, Shaped
 
 from maxdiffusion.attention.backends import AnyBackend, Reducer
-from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries, output
-from maxdiffusion.attention.context_parallel.base import Collective, SplitKV
+from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries
+from maxdiffusion.attention.context_parallel.base import (
+    Collective,
+    Gradients,
+    KernelScheme,
+    OutputGradient,
+    Result,
+    SplitKV,
+    local_gradients,
+)
 from maxdiffusion.attention.problem import (
     KVMask,
     LocalKVMask,
     LocalProblem,
 )
-from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
-Mask = Bool[Array, "B _"]
-Residuals = tuple[Queries, Keys, Keys, Mask | None, Queries, Float[Array, "B S N"]]
+Steps = list[tuple[int, int]]
+FLOAT32_BYTES = 4
 
 
 @jax.named_scope(COLLECTIVE_SCOPE)
 def ppermute_columns(
-    x: Shaped[Array, "B T N H"], axes: tuple[str, ...], steps: list[tuple[int, int]]
+    x: Shaped[Array, "B T N H"], axes: tuple[str, ...], steps: Steps
 ) -> Shaped[Array, "B T N H"]:
     """Returns the `x` that arrives when every device sends its own along `steps`, as columns.
 
@@ -81,26 +96,26 @@ class RingReducer(Reducer):
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Ring(SplitKV):
+class Ring(SplitKV, KernelScheme):
     """Sends k and v over `degree` - 1 hops; each is issued before the kernel that can hide it."""
 
-    def attend(
-        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
-    ) -> Queries:
-        """Returns the attention of this device's queries over all keys."""
-        return self.attend_groups([q], k, v, kv_mask=kv_mask, backend=backend)[0]
-
-    def attend_groups(
-        self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
-    ) -> list[Queries]:
-        """Returns the attention of each group of queries; every group has a call in every hop.
+    def run(
+        self,
+        queries: Sequence[Queries],
+        k: Keys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+        result: Result,
+    ) -> tuple[PreparedKeys, list[Any]]:
+        """Returns the keys and the result of each group; every group has a call in every hop.
 
         The first group has the first call and the last one, so others may arrive late and leave
         early.
         """
-        if backend.has_shard_gradients:
-            attend = differentiable_ring(self, backend, kv_mask)
-            return [attend(q, k, v, kv_mask.mask) for q in queries]
+        output_only = result is Result.OUTPUT
+        finalize = backend.finalize if output_only else backend.finalize_with_log_sum
         here = kv_mask.shard(self.source(0), self.degree)
         with jax.named_scope("kernel"):
             k, kv_stats = backend.preprocess_kv(k, v, here, RingReducer(self.axes))
@@ -109,28 +124,26 @@ class Ring(SplitKV):
         results: list[Any] = [None] * len(queries)
         for hop, (k_hop, v_hop, mask) in enumerate(self.shards(k, v, kv_mask)):
             last = hop == self.degree - 1
-            call = backend.finalize if last else backend.accumulate
+            call: Callable[..., Any] = finalize if last else backend.accumulate
             for group in reversed(groups) if last else groups:
                 with jax.named_scope("kernel"):
                     results[group] = call(
                         queries[group], k_hop, v_hop, mask, stats[group], results[group]
                     )
-        return results
+        return k, results
 
-    def partials(
-        self, q: Queries, k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
-    ) -> Partials:
-        """Returns the partial over the keys of the whole ring."""
+    def gradients(
+        self,
+        groups: Sequence[OutputGradient],
+        k: PreparedKeys,
+        v: Keys,
+        *,
+        kv_mask: KVMask,
+        backend: AnyBackend,
+    ) -> Gradients:
+        """Returns the gradients of this device's queries and keys; the queries rotate."""
         here = kv_mask.shard(self.source(0), self.degree)
-        with jax.named_scope("kernel"):
-            k, stats = backend.preprocess_kv(k, v, here, RingReducer(self.axes))
-            stats = backend.preprocess_q(q, stats)
-        carry: Partials | None = None
-        for k_hop, v_hop, mask in self.shards(k, v, kv_mask):
-            with jax.named_scope("kernel"):
-                carry = backend.accumulate(q, k_hop, v_hop, mask, stats, carry)
-        assert carry is not None
-        return carry
+        return rotating_gradients(groups, k, v, here, backend, self.axes, self.steps)
 
     def shards(
         self, k: PreparedKeys, v: Keys, kv_mask: KVMask
@@ -147,8 +160,12 @@ class Ring(SplitKV):
 
     def rotate(self, *arrays: Array) -> tuple[Array, ...]:
         """Returns each array of the previous device of the ring."""
-        steps = [(device, (device + 1) % self.degree) for device in range(self.degree)]
-        return tuple(ppermute_columns(array, self.axes, steps) for array in arrays)
+        return tuple(ppermute_columns(array, self.axes, self.steps) for array in arrays)
+
+    @property
+    def steps(self) -> Steps:
+        """Source and target of each device's hop."""
+        return [(device, (device + 1) % self.degree) for device in range(self.degree)]
 
     def local_problem(self, shard: LocalProblem) -> LocalProblem:
         """Returns the shard itself: local queries against the keys of one device."""
@@ -170,40 +187,91 @@ class Ring(SplitKV):
         )
         return (rotation, *reduction_collectives(self.axes, self.degree, shard, reductions))
 
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns the hops of queries and of their gradients."""
+        return rotation_collectives(self.axes, self.degree, shard)
+
     def title(self) -> str:
         """Returns what is sent, in a few words."""
         return f"k, v rotate over {'x'.join(self.axes)}={self.degree}, {self.degree - 1} hops"
 
 
-def differentiable_ring(
-    ring: Ring, backend: AnyBackend, kv_mask: KVMask
-) -> Callable[[Queries, Keys, Keys, Mask | None], Queries]:
-    """Returns the ring's attention with its own gradient; it saves the output and its log-sum."""
+def rotating_gradients(
+    groups: Sequence[OutputGradient],
+    k: PreparedKeys,
+    v: Keys,
+    mask: LocalKVMask,
+    backend: AnyBackend,
+    axes: tuple[str, ...],
+    steps: Steps,
+) -> Gradients:
+    """Returns the gradients where queries make a round trip along `steps`, and keys stay.
 
-    def forward(q: Queries, k: Keys, v: Keys, mask: Mask | None) -> tuple[Queries, Residuals]:
-        total = ring.partials(q, k, v, kv_mask=kv_mask.with_mask(mask), backend=backend)
-        out = output(total, q.dtype)
-        log_sum = total.m + jnp.log(total.l)
-        return out, (q, k, v, mask, out, log_sum)
+    The next queries are sent before the kernels run. The gradient of the own queries stays here;
+    those of others travel with them, and the last hop takes them home.
+    """
+    own: list[Queries] = []
+    d_k: Any = 0.0
+    d_v: Any = 0.0
+    home: list[Any] = [0.0] * len(groups)
+    order = range(len(groups))
+    for hop in range(len(steps)):
+        last = hop == len(steps) - 1
+        following = [] if last else [send_queries(group, axes, steps) for group in groups]
+        for index in reversed(order) if last else order:
+            (d_q,), more_k, more_v = local_gradients([groups[index]], k, v, mask, backend)
+            d_k, d_v = d_k + more_k, d_v + more_v
+            if hop == 0:
+                own.append(d_q)
+            else:
+                home[index] = ppermute_columns(home[index] + d_q, axes, steps)
+        groups = following
+    return [here + arrived for here, arrived in zip(own, home, strict=True)], d_k, d_v
 
-    def backward(saved: Residuals, d_out: Queries) -> tuple[Queries, Keys, Keys, None]:
-        q, k, v, mask, out, log_sum = saved
-        d_q = jnp.zeros(q.shape, jnp.float32)
-        d_k, d_v = (jnp.zeros(part.shape, jnp.float32) for part in (k, v))
-        for k_hop, v_hop, arrived in ring.shards(k, v, kv_mask.with_mask(mask)):
-            with jax.named_scope("kernel"):
-                more = backend.gradients(q, k_hop, v_hop, arrived, out, log_sum, d_out)
-            d_q, d_k, d_v = (
-                total + part.astype(jnp.float32)
-                for total, part in zip((d_q, d_k, d_v), more, strict=True)
-            )
-            # The gradients make one more hop than the keys: `degree` hops bring them home.
-            d_k, d_v = ring.rotate(d_k, d_v)
-        return d_q.astype(q.dtype), d_k.astype(q.dtype), d_v.astype(q.dtype), None
 
-    @jax.custom_vjp
-    def attend(q: Queries, k: Keys, v: Keys, mask: Mask | None) -> Queries:
-        return forward(q, k, v, mask)[0]
+def send_queries(group: OutputGradient, axes: tuple[str, ...], steps: Steps) -> OutputGradient:
+    """Returns the queries that arrive when every device sends its own along `steps`.
 
-    attend.defvjp(forward, backward)
-    return attend
+    Both sums go as one array with tokens last: a tile of a few heads would be padded.
+    """
+    q, d_out = (ppermute_columns(part, axes, steps) for part in (group.q, group.d_out))
+    with jax.named_scope(COLLECTIVE_SCOPE):
+        sums = jnp.stack([group.log_sum, group.delta]).transpose(0, 1, 3, 2)
+        arrived = jax.lax.ppermute(sums, axes, steps).transpose(0, 1, 3, 2)
+    return OutputGradient(q, d_out, arrived[0], arrived[1])
+
+
+def rotation_collectives(
+    axes: tuple[str, ...], degree: int, shard: LocalProblem, *, wraps: bool = True
+) -> tuple[Collective, ...]:
+    """Returns the hops of queries and of their gradients in a backward pass.
+
+    The first are q, d_out and both sums. The gradients of q have no kernel left to run under on
+    their last hop.
+    """
+    hops, groups = degree - 1, len(shard.heads)
+    sums = 2 * shard.pairs * shard.q_len * FLOAT32_BYTES
+    gradient = shard.pairs * shard.q_len * shard.head_dim * FLOAT32_BYTES
+    queries = 2 * shard.q_bytes + sums
+    return (
+        Collective(
+            kind="collective-permute",
+            axes=axes,
+            count=3 * hops * groups,
+            bytes=hops * queries,
+            rounds=hops,
+            round_bytes=queries,
+            overlap=1.0,
+            wraps=wraps,
+        ),
+        Collective(
+            kind="collective-permute",
+            axes=axes,
+            count=hops * groups,
+            bytes=hops * gradient,
+            rounds=hops,
+            round_bytes=gradient,
+            overlap=(hops - 1) / hops,
+            wraps=wraps,
+        ),
+    )

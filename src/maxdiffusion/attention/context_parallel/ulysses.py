@@ -79,7 +79,11 @@ class QueryCollectives(abc.ABC):
     def collectives(
         self, axes: tuple[str, ...], degree: int, traded: LocalProblem
     ) -> tuple[Collective, ...]:
-        """Returns the collectives of q, k, v and the output of all groups."""
+        """Returns the collectives of q, k, v and the output of all groups.
+
+        They are those of the gradients too, in the other direction: the one of the output goes the
+        way of the queries, and those of q, k and v return.
+        """
 
 
 @final
@@ -289,12 +293,15 @@ class Ulysses(ContextParallel):
 
     def local_problem(self, shard: LocalProblem) -> LocalProblem:
         """Returns the inner problem of every group of heads."""
-        inner = self.inner.local_problem(self.traded(shard))
+        return self._by_call(self.inner.local_problem(self.traded(shard)))
+
+    def _by_call(self, traded: LocalProblem) -> LocalProblem:
+        """Returns the sizes with an entry of `heads` for each share of the queries."""
         calls = self.queries.calls_per_group
         return replace(
-            inner,
-            heads=tuple(heads for heads in inner.heads for _ in range(calls)),
-            q_len=inner.q_len // calls,
+            traded,
+            heads=tuple(heads for heads in traded.heads for _ in range(calls)),
+            q_len=traded.q_len // calls,
         )
 
     def collectives(
@@ -304,6 +311,12 @@ class Ulysses(ContextParallel):
         traded = self.traded(shard)
         own = self.queries.collectives(self.axes, self.degree, traded)
         return (*own, *self.inner.collectives(traded, reductions))
+
+    def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
+        """Returns those of the gradients of q, k, v and the output, and the inner scheme's."""
+        traded = self.traded(shard)
+        own = self.queries.collectives(self.axes, self.degree, traded)
+        return (*own, *self.inner.backward_collectives(self._by_call(traded)))
 
     def padding(self, shard: LocalProblem) -> str:
         """Returns how many heads are zeros."""

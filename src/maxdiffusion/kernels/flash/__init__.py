@@ -4,12 +4,13 @@ api     flash_attention and its reference: layouts and the pallas_call
 config  options and array sizes of a call           plan     frozen description of a call
 body    one grid step                               tiles    unmasked and masked tiles
 vmem    VMEM by arithmetic; plan_kernel refuses     fixed_m  bound, gate, key smoothing
-fp8     Q.K^T in float8 (lossy)
+fp8     Q.K^T in float8 (lossy)                     backward*  its gradient: plan, body, call
 """
 
 from maxdiffusion.kernels.flash.api import (
     flash_attention,
     flash_attention_partials,
+    flash_attention_with_log_sum,
     reference_attention,
     reference_partials,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "fixed_m_bounds",
     "flash_attention",
     "flash_attention_partials",
+    "flash_attention_with_log_sum",
     "fp8_keys",
     "gate_heads",
     "key_norms",

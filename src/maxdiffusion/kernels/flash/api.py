@@ -62,7 +62,10 @@ class KernelInputs(NamedTuple):
 
 
 def pallas_call(plan: KernelPlan, inputs: KernelInputs) -> Callable[..., Sequence[Array]]:
-    """Returns the kernel of a plan: from scalars and blocks to [out], or [o, m, l] for partials."""
+    """Returns the kernel of a plan: from scalars and blocks to its results.
+
+    They are [out], [out, log_sum], or [o, m, l] for partials.
+    """
     grid_spec = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=len(inputs.scalars),
         grid=_grid(plan),
@@ -137,7 +140,10 @@ def _in_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
 
 
 def _out_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
-    return _sums_specs(plan) if plan.partials else [_q_spec(plan)]
+    out, shift, total = _sums_specs(plan)
+    if plan.partials:
+        return [out, shift, total]
+    return [out, total] if plan.log_sum else [out]
 
 
 def _sums_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
@@ -159,10 +165,9 @@ def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeSt
     varies = jax.typeof(inputs.q).manual_axis_type
     dtype = jnp.float32 if plan.partials else plan.dtype
     shapes = [jax.ShapeDtypeStruct(inputs.q.shape, dtype, manual_axis_type=varies)]
-    if plan.partials:
-        per_query = (plan.shape.batch, plan.shape.heads, 1, plan.shape.q_len)
-        shapes += [jax.ShapeDtypeStruct(per_query, jnp.float32, manual_axis_type=varies)] * 2
-    return shapes
+    per_query = (plan.shape.batch, plan.shape.heads, 1, plan.shape.q_len)
+    rows = 2 if plan.partials else int(plan.log_sum)
+    return shapes + [jax.ShapeDtypeStruct(per_query, jnp.float32, manual_axis_type=varies)] * rows
 
 
 def _scratch(plan: KernelPlan) -> list[Any]:
@@ -199,6 +204,7 @@ def _name(plan: KernelPlan) -> str:
     kind += "_fp8" if plan.fp8 else ""
     blocks = f"{plan.blocks.block_q}_{plan.blocks.block_kv}"
     ends = ("_partials" if plan.partials else "") + ("_carried" if plan.carried else "")
+    ends += "_log_sum" if plan.log_sum else ""
     return f"flash_{kind}_{blocks}{ends}"
 
 
@@ -228,7 +234,7 @@ def kernel_inputs(
         attended = kv_mask
         if kv_len is not None:
             attended = attended & (jnp.arange(keys)[None, :] < kv_len[:, None])
-        limits, full = _mask_limits(attended), _full_blocks(plan, attended)
+        limits, full = mask_limits(attended), _full_blocks(plan, attended)
         mask = attended.astype(jnp.int32)[:, None, :]
     elif kv_len is not None:
         limits = jnp.clip(kv_len, 0, keys).astype(jnp.int32)
@@ -244,7 +250,7 @@ def kernel_inputs(
     return KernelInputs(limits, full, key_norm, fixed, key_scale, q, k, v, mask, sums)
 
 
-def _mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, " B"]:
+def mask_limits(attended: Bool[Array, "B T"]) -> Int[Array, " B"]:
     """Returns one past the last attended key."""
     past = jnp.arange(1, attended.shape[1] + 1, dtype=jnp.int32)
     return jnp.max(jnp.where(attended, past[None, :], 0), axis=1)
@@ -331,12 +337,50 @@ def flash_attention(
     with. In float8 the keys are smoothed and split here, unless `key_scale` is given: then `k` is
     their packed split.
     """
+    given = (kv_len, kv_mask, bounds, before, key_scale)
+    (out,) = _attention((q, k, v), given, blocks=blocks, options=options, log_sum=False)
+    return out
+
+
+def flash_attention_with_log_sum(
+    q: Float[Array, "B S N H"],
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    *,
+    blocks: BlockSizes,
+    options: FlashOptions,
+    kv_len: Int[Array, " B"] | None = None,
+    kv_mask: Bool[Array, "B T"] | None = None,
+    bounds: FixedMBounds | None = None,
+    before: Partials | None = None,
+) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N"]]:
+    """Returns `flash_attention`, and the natural log of the sum of exponentials of every query.
+
+    Both are what the backward pass needs. With fixed-m softmax and no `bounds` the keys are
+    smoothed here, and the log-sum is that of smoothed keys. Without keys it is -inf.
+    """
+    given = (kv_len, kv_mask, bounds, before, None)
+    out, log_sum = _attention((q, k, v), given, blocks=blocks, options=options, log_sum=True)
+    return out, log_sum[:, :, 0].transpose(0, 2, 1)
+
+
+def _attention(
+    qkv: tuple[Array, Array, Array],
+    given: tuple[Any, Any, FixedMBounds | None, Partials | None, Any],
+    *,
+    blocks: BlockSizes,
+    options: FlashOptions,
+    log_sum: bool,
+) -> list[Array]:
+    """Returns the output and, if asked for, the log-sums [B, N, 1, S]."""
+    q, k, v = qkv
+    kv_len, kv_mask, bounds, before, key_scale = given
     _refuse_stray_bounds(options, bounds)
     if before is not None:
         _refuse_missing_bounds(options, bounds)
         _refuse_missing_scale(options, key_scale)
     selection = {"masked": kv_mask is not None, "lengths": kv_len is not None}
-    selection["carried"] = before is not None
+    selection |= {"carried": before is not None, "log_sum": log_sum}
     shape = FlashShape.of(q, v if options.product is Product.FP8 else k, v)
     plan = plan_kernel(shape, blocks, options, **selection)
     if isinstance(options.softmax, FixedM) and bounds is None:
@@ -349,8 +393,8 @@ def flash_attention(
         attended = attended_keys(kv_len, kv_mask, k.shape[1])
         k, key_scale = fp8_keys(k, attended, interpret=options.interpret)
     inputs = kernel_inputs(plan, (q, k, v), kv_len, kv_mask, bounds, before, key_scale)
-    (out,) = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
-    return from_kernel(plan, out)
+    out, *rest = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
+    return [from_kernel(plan, out), *rest]
 
 
 def flash_attention_partials(

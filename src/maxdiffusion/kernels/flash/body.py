@@ -179,5 +179,8 @@ def _write(step: Step, head: int) -> None:
         out[...] = state.o[head].T
         step.refs.out_m[head] = state.m_acc[head]
         step.refs.out_l[head] = l
-    else:
-        out[...] = (state.o[head] * jnp.where(l > 0, 1.0 / l, 0.0)).T.astype(step.plan.dtype)
+        return
+    if step.plan.log_sum:
+        per_nat = step.plan.options.exponent.per_nat
+        step.refs.out_l[head] = state.m_acc[head] * (1.0 / per_nat) + jnp.log(l)
+    out[...] = (state.o[head] * jnp.where(l > 0, 1.0 / l, 0.0)).T.astype(step.plan.dtype)

@@ -25,6 +25,7 @@ class KernelPlan:
     lengths: bool
     partials: bool
     carried: bool = False
+    log_sum: bool = False
 
     @property
     def folded(self) -> bool:

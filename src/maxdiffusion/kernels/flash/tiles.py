@@ -87,7 +87,7 @@ class Refs:
     before: Sums | None  # of the keys of earlier calls
     out: Ref
     out_m: Ref  # None unless partials are returned
-    out_l: Ref
+    out_l: Ref  # the sums; without partials their natural logs, None unless they are returned
     qt: Ref  # [heads, depth, block_q] scaled, transposed queries
     q_scale: Ref  # [heads, 1, block_q] what their scores are multiplied by; None without float8
     state: State
@@ -111,7 +111,7 @@ class Refs:
             before=Sums(o=next(left), m=next(left), l=next(left)) if plan.carried else None,
             out=next(left),
             out_m=next(left) if plan.partials else absent,
-            out_l=next(left) if plan.partials else absent,
+            out_l=next(left) if plan.partials or plan.log_sum else absent,
             qt=next(left),
             q_scale=next(left) if plan.fp8 else absent,
             state=State(o=next(left), l=next(left), m_acc=next(left), m_next=next(left)),

@@ -154,6 +154,7 @@ def block_bytes(plan: KernelPlan) -> int:
     products = plan.blocks.block_kv * kv_heads * depth
     sums = plan.blocks.block_q * heads * (round_up(plan.shape.head_dim, LANES) + 2) * 4
     out = sums if plan.partials else queries
+    out += plan.blocks.block_q * heads * 4 if plan.log_sum else 0
     carried = sums if plan.carried else 0
     mask = plan.blocks.block_kv * 4 if plan.masked else 0
     return 2 * (queries + products + keys + out + carried + mask)
@@ -214,11 +215,13 @@ def plan_kernel(
     lengths: bool = False,
     partials: bool = False,
     carried: bool = False,
+    log_sum: bool = False,
 ) -> KernelPlan:
     """Returns the plan of a call, or raises `ProblemsFound` with every reason against it.
 
     `masked` and `lengths` say whether the call has a key mask and key lengths, `partials` whether
-    it returns unnormalised sums, `carried` whether it starts from those of an earlier call.
+    it returns unnormalised sums, `carried` whether it starts from those of an earlier call,
+    `log_sum` whether it returns the natural logs of its sums with the output.
     """
     problems = list(shape_problems(shape, blocks.heads_per_tile or 1))
     problems += _option_problems(shape, options)
@@ -232,6 +235,7 @@ def plan_kernel(
         lengths=lengths,
         partials=partials,
         carried=carried,
+        log_sum=log_sum,
     )
     if too_much := vmem_problems(plan):
         raise ProblemsFound(too_much)

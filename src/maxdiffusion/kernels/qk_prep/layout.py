@@ -144,3 +144,21 @@ def rotate(
     first, second = jnp.split(heads_BSNH.astype(jnp.float32), 2, axis=-1)
     turned = [first * cosines - second * sines, first * sines + second * cosines]
     return jnp.concatenate(turned, axis=-1).astype(heads_BSNH.dtype)
+
+
+def pending_gradient(
+    columns: ProjectedHeads, d_heads: Float[Array, "B S D"], head_dim: int
+) -> ProjectedHeads:
+    """Returns the gradient of the columns, gain and angles from that of their heads, as columns.
+
+    It is computed in float32 and rounded once; roundings of the forward pass count as identities.
+    """
+
+    def wide_heads(wide: ProjectedHeads) -> Float[Array, "B S N H"]:
+        return heads_of(wide, head_dim)
+
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), columns)
+    heads, transpose = jax.vjp(wide_heads, wide)
+    (gradient,) = transpose(d_heads.astype(jnp.float32).reshape(heads.shape))
+    rounded: ProjectedHeads = jax.tree.map(lambda x, y: x.astype(y.dtype), gradient, columns)
+    return rounded

@@ -3,10 +3,14 @@
 XLA does the same in seven passes: it keeps q and k in float32 for the rotation, whose halves it
 cuts out and joins again, and cuts and joins once more for the collective. Here a block of rows is
 read once, worked on in registers, and written where its heads belong.
+
+Both moves have a gradient: each is the other's, and that of norm and rotation is left to XLA
+(`layout.pending_gradient`), which has to read the columns and the gradient of the heads anyway.
 """
 
 import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +20,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float, Int
 
-from maxdiffusion.kernels.qk_prep.layout import PAD, HeadLayout, HeadPosition, ProjectedHeads
+from maxdiffusion.kernels.qk_prep.layout import (
+    PAD,
+    HeadLayout,
+    HeadPosition,
+    ProjectedHeads,
+    pending_gradient,
+)
 from maxdiffusion.kernels.tpu import MIB
 
 ROWS_AT_ONCE = 32
@@ -41,11 +51,29 @@ def qk_norm_rope_scatter(
     """
     if columns.finished and not layout.moves and order is None:
         return [columns.values]
-    batch, rows, width = columns.values.shape
+    batch, _, width = columns.values.shape
     assert (batch, width) == (layout.batch, layout.head_count * head_dim), (columns, layout)
+    move = Move(layout=layout, head_dim=head_dim, interpret=interpret)
+    return _scatter(move, columns, order)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Everything about a pass that is not an array."""
+
+    layout: HeadLayout
+    head_dim: int
+    interpret: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scatter(move: Move, columns: ProjectedHeads, order: Order | None) -> list[Array]:
+    """Returns the arrays of the layout; their gradient moves back, then turns and norms back."""
+    layout, head_dim = move.layout, move.head_dim
+    batch, rows, width = columns.values.shape
     size = _block_rows(rows, batch * width * columns.values.dtype.itemsize)
     inputs, specs = _inputs(columns, size, head_dim)
-    return _call(
+    arrays = _call(
         functools.partial(_place, columns, layout, head_dim),
         name="qk_norm_rope_scatter",
         order=order,
@@ -54,8 +82,25 @@ def qk_norm_rope_scatter(
         outputs=[(blocks, rows, slots * head_dim) for blocks, slots in layout.arrays],
         block_rows=size,
         operations=_operations(columns, order),
-        interpret=interpret,
+        interpret=move.interpret,
     )
+    return [*arrays]
+
+
+def _scatter_forward(
+    move: Move, columns: ProjectedHeads, order: Order | None
+) -> tuple[list[Array], tuple[ProjectedHeads, Order | None]]:
+    return _scatter(move, columns, order), (columns, order)
+
+
+def _scatter_backward(
+    move: Move, saved: tuple[ProjectedHeads, Order | None], d_arrays: list[Array]
+) -> tuple[ProjectedHeads, None]:
+    columns, order = saved
+    return pending_gradient(columns, _gather(move, d_arrays, order), move.head_dim), None
+
+
+_scatter.defvjp(_scatter_forward, _scatter_backward)
 
 
 def gather_heads(
@@ -69,20 +114,40 @@ def gather_heads(
     """Returns columns: the inverse of the move of `qk_norm_rope_scatter`."""
     if not layout.moves and order is None:
         return arrays[0]
+    return _gather(Move(layout=layout, head_dim=head_dim, interpret=interpret), [*arrays], order)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gather(move: Move, arrays: list[Array], order: Order | None) -> Array:
+    """Returns columns; their gradient goes to the slots, and is zero where no head is."""
+    layout, head_dim = move.layout, move.head_dim
     rows, width = arrays[0].shape[1], layout.head_count * head_dim
     size = _block_rows(rows, layout.batch * width * arrays[0].dtype.itemsize)
     (joined,) = _call(
         functools.partial(_join, layout, head_dim),
         name="gather_heads",
         order=order,
-        inputs=[*arrays],
+        inputs=arrays,
         in_specs=[_rows_spec(array.shape, size) for array in arrays],
         outputs=[(layout.batch, rows, width)],
         block_rows=size,
         operations=0,
-        interpret=interpret,
+        interpret=move.interpret,
     )
     return joined
+
+
+def _gather_forward(
+    move: Move, arrays: list[Array], order: Order | None
+) -> tuple[Array, Order | None]:
+    return _gather(move, arrays, order), order
+
+
+def _gather_backward(move: Move, order: Order | None, d_columns: Array) -> tuple[list[Array], None]:
+    return _scatter(move, ProjectedHeads(values=d_columns), order), None
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def _block_rows(rows: int, row_bytes: int) -> int:
