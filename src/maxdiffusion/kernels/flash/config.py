@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
 from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.kernels.tpu import LANES
 
 NO_SCORE = -0.5 * float(np.finfo(np.float32).max)
 """Shift of a query that has seen no key: finite, so that masked (-inf) minus it is never NaN."""
@@ -92,6 +93,8 @@ class FlashOptions:
 
 
 DTYPES = ("bfloat16", "float32")
+MOST_RESIDENT_KEYS = 1024
+"""Keys that stay in VMEM for all queries (see `resident`); more are read block by block."""
 HEAD_DIM_MULTIPLE = 16
 """Head features are in sublanes, which come in 16s for bfloat16."""
 
@@ -129,6 +132,12 @@ class FlashShape:
     def group(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
+
+    @property
+    def keys_stay(self) -> bool:
+        """Whether all keys can stay in VMEM: few, in bfloat16, heads of whole lanes."""
+        few = self.kv_len <= MOST_RESIDENT_KEYS
+        return few and self.dtype == "bfloat16" and self.head_dim % LANES == 0
 
     @property
     def itemsize(self) -> int:

@@ -14,6 +14,7 @@ block is computed once more with the true maximum.
 """
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -30,8 +31,6 @@ from maxdiffusion.kernels.flash.config import NO_SCORE, FlashOptions, FlashShape
 from maxdiffusion.kernels.flash.tiles import HEADROOM_BITS, ROWS, Ref, fold
 from maxdiffusion.kernels.tpu import LANES, MIB, SUBLANES, even_block, round_up
 
-MOST_KEYS = 1024
-"""Keys that stay in VMEM; more go through the flash kernel."""
 BLOCK_Q = 9728
 """Queries of a grid step at most: its first and last stages have nothing to run under."""
 TILE_Q = 2048
@@ -95,12 +94,6 @@ class Scratch(NamedTuple):
     rise: Ref  # [8, queries] largest score above the shift, over all tiles
 
 
-def fits(shape: FlashShape) -> bool:
-    """Returns whether keys of these sizes stay in VMEM: few, bfloat16, heads of whole lanes."""
-    few = shape.kv_len <= MOST_KEYS
-    return few and shape.dtype == "bfloat16" and shape.head_dim % LANES == 0
-
-
 def resident_attention(
     q: Float[Array, "B S N H"],
     k: Float[Array, "B T K H"],
@@ -113,15 +106,14 @@ def resident_attention(
     shape = FlashShape.of(q, k, v)
     plan = ResidentPlan(shape=shape, kv_len=kv_len or shape.kv_len, options=options)
     columns = [x.reshape(*x.shape[:2], -1) for x in (q, k, v)]
-    return _pallas_call(plan, columns[0])(*columns).reshape(q.shape)
+    out: Array = _pallas_call(plan, columns[0])(*columns)
+    return out.reshape(q.shape)
 
 
 def _pallas_call(plan: ResidentPlan, q: Array) -> Any:
     shape, rows = plan.shape, plan.block_q
     queries = pl.BlockSpec((None, rows, shape.head_dim), lambda b, n, i: (b, i, n))
-    keys = pl.BlockSpec(
-        (None, plan.keys, shape.head_dim), lambda b, n, i: (b, 0, n // shape.group)
-    )
+    keys = pl.BlockSpec((None, plan.keys, shape.head_dim), lambda b, n, i: (b, 0, n // shape.group))
     return pl.pallas_call(
         functools.partial(_attend, plan),
         grid=(shape.batch, shape.heads, -(-shape.q_len // rows)),
@@ -157,10 +149,8 @@ def _scratch(plan: ResidentPlan) -> list[Any]:
 
 def _bytes(part: Any) -> int:
     *outer, rows, columns = part.shape
-    count = round_up(rows, SUBLANES) * columns
-    for size in outer:
-        count *= size
-    return count * jnp.dtype(part.dtype).itemsize
+    count = math.prod(outer) * round_up(rows, SUBLANES) * columns
+    return count * int(jnp.dtype(part.dtype).itemsize)
 
 
 def _cost(plan: ResidentPlan) -> pl.CostEstimate:
@@ -178,7 +168,7 @@ def _attend(plan: ResidentPlan, q: Ref, k: Ref, v: Ref, out: Ref, *scratch: Ref)
     """Runs one grid step: the kernel that `pallas_call` is given."""
     step = Step(plan, q, out, Scratch(*scratch))
     pl.when(pl.program_id(2) == 0)(functools.partial(step.read_keys, k, v))
-    step.scratch.rise[...] = jnp.zeros_like(step.scratch.rise)
+    step.scratch.rise[...] = jnp.zeros(step.scratch.rise.shape, jnp.float32)
     # The order in a round is that of the longest path; it decides which stage is served first.
     stages = ((step.weights, 1), (step.sums, 2), (step.shift, 0), (step.write, 3))
     count = len(plan.tiles)
@@ -204,7 +194,8 @@ class Step:
         plan, scratch = self.plan, self.scratch
         row = lax.broadcasted_iota(jnp.int32, (plan.keys, 1), 0)
         # Past the array the bits are arbitrary; a weight of zero does not hide NaN.
-        keys, values = (jnp.where(row < plan.kv_len, x[...].astype(jnp.float32), 0.0) for x in (k, v))
+        attended = row < plan.kv_len
+        keys, values = (jnp.where(attended, x[...].astype(jnp.float32), 0.0) for x in (k, v))
         scratch.keys[...] = (keys * plan.key_scale).astype(jnp.bfloat16)
         width = plan.shape.head_dim
         scratch.values[:width] = values.T.astype(jnp.bfloat16)
