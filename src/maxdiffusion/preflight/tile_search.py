@@ -81,6 +81,7 @@ def subjects(builder: ProgramBuilder, shape: ProgramShape) -> list[Subject]:
             planned=partial(_planned, builder, plan_makers[purpose]),
         )
         for purpose, plan in kernel_plans(builder.attention(shape)).items()
+        if plan.backend.searched_sizes
     ]
 
 

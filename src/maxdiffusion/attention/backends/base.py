@@ -143,8 +143,6 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     """Precisions in which this backend has a gradient."""
     fuses_projections: ClassVar[bool] = False
     """Whether one pass does qk-norm, RoPE and the head layout before this backend."""
-    searched_sizes: ClassVar[tuple[str, ...]] = ()
-    """Block sizes that a tile search sets; none for a backend without a Pallas kernel."""
     softmaxes: ClassVar[tuple[Softmax, ...]] = (Softmax.ONLINE,)
     precisions: ClassVar[tuple[Precision, ...]] = (Precision.NATIVE,)
 
@@ -285,6 +283,11 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
     def softmax_title(self) -> str:
         """The softmax in the start-up report."""
         return self.softmax.value
+
+    @property
+    def searched_sizes(self) -> tuple[str, ...]:
+        """Block sizes that a tile search sets; none for a backend that has none to choose."""
+        return ()
 
     @property
     def search_name(self) -> str:

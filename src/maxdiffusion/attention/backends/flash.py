@@ -74,7 +74,6 @@ class FlashBackend(AttentionBackend[FlashStats]):
     """Our Pallas kernel, with its softmax and its precision as options."""
 
     title = "our flash kernel"
-    searched_sizes = SEARCHED
     softmaxes = (Softmax.ONLINE, Softmax.FIXED_M)
     precisions = (Precision.NATIVE, Precision.FP8)
     gradient_precisions = (Precision.NATIVE,)
@@ -253,6 +252,11 @@ class FlashBackend(AttentionBackend[FlashStats]):
         if self.precision is Precision.FP8:
             return (mean, 8 * self.problem.head_dim)
         return (mean, 8) if self.softmax is Softmax.FIXED_M else ()
+
+    @property
+    def searched_sizes(self) -> tuple[str, ...]:
+        """Block sizes that a tile search sets; keys that stay in VMEM need none."""
+        return () if self.keeps_keys else SEARCHED
 
     @property
     def search_name(self) -> str:

@@ -59,8 +59,12 @@ class JaxSplashBackend(StatelessBackend):
     """Blockwise softmax attention by jax's splash kernel."""
 
     title = "jax splash"
-    searched_sizes = SPLASH_FORWARD
     gradient_precisions = (Precision.NATIVE,)
+
+    @property
+    def searched_sizes(self) -> tuple[str, ...]:
+        """Block sizes that a tile search sets."""
+        return SPLASH_FORWARD
 
     @property
     def blocks(self) -> BlockSizes:
@@ -94,8 +98,12 @@ class TokamaxSplashBackend(StatelessBackend):
     """Blockwise softmax attention by the tokamax package's splash kernel."""
 
     title = "tokamax splash"
-    searched_sizes = SPLASH_FORWARD
     gradient_precisions = (Precision.NATIVE,)
+
+    @property
+    def searched_sizes(self) -> tuple[str, ...]:
+        """Block sizes that a tile search sets."""
+        return SPLASH_FORWARD
 
     @property
     def blocks(self) -> BlockSizes:
