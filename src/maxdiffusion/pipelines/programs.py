@@ -89,28 +89,35 @@ class FixedMEligibleHeads:
 
 Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
 """Compiles a lowered program that has a name, possibly through a cache."""
+Options = dict[str, str | bool | float]
+"""XLA's options of one program by name."""
 
 
 # XLA for CPUs computes bfloat16 products in float32. This pass moves the conversion of the weights
 # out of the scan over layers: float32 for all layers at once (docs/design/cpu_memory.md).
-_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+_CPU_OPTIONS: Options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+# Libtpu ends its search for the tiles of a convolution at this part of the best that it hopes for.
+# The convolutions of the VAE compile in half of the time (docs/design/vae_programs.md).
+_VAE_OPTIONS: Options = {"xla_jf_convolution_performance_target": 0.97}
+_VAE_PROGRAMS = ("encode", "decode")
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
-    """Returns XLA's options for programs of a platform; TPUs take theirs from LIBTPU_INIT_ARGS."""
-    return dict(_CPU_OPTIONS) if platform == "cpu" else {}
+def compiler_options(platform: str, name: str = "") -> Options:
+    """Returns XLA's options for a program; TPUs take all others from LIBTPU_INIT_ARGS."""
+    if platform == "cpu":
+        return dict(_CPU_OPTIONS)
+    return dict(_VAE_OPTIONS) if platform == "tpu" and name in _VAE_PROGRAMS else {}
 
 
-def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program with the options of the platform that it was lowered for."""
+def compile_lowered(lowered: jax.stages.Lowered, name: str = "") -> jax.stages.Compiled:
+    """Compiles a program with the options of its name and of the platform it was lowered for."""
     platform = lowered._lowering.compile_args["backend"].platform
-    return lowered.compile(compiler_options=compiler_options(platform) or None)
+    return lowered.compile(compiler_options=compiler_options(platform, name) or None)
 
 
 def compile_now(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program without a cache."""
-    del name
-    return compile_lowered(lowered)
+    return compile_lowered(lowered, name)
 
 
 FrameFormat = Callable[[Float[Array, "B F Y X C"]], Array]

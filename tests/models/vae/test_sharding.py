@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from maxdiffusion.mesh import AXES
 from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae
 from maxdiffusion.models.vae.coders import nearest
-from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_rows
+from maxdiffusion.models.vae.conv_impl import convolve_columns, convolve_frames
 from maxdiffusion.models.vae.layers import convolve_pieces
 from maxdiffusion.models.vae.sharding import Padding, split
 
@@ -181,7 +181,7 @@ def test_borders_are_exchanged_right_at_the_smallest_pieces(height: int, width: 
     kernel = jnp.asarray(draw(3, 3, 3, 2, 2))
 
     def rows(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
-        return convolve_rows(x, kernel, step=1, padding=zeros)  # as on a TPU
+        return convolve_columns(x, kernel, step=1, padding=zeros)  # as on a TPU
 
     def halving(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
         return convolve_frames(x, kernel, stride=2, padding=zeros)
