@@ -9,6 +9,7 @@ decode         latents -> frames                                     once per vi
 fixed_m_heads  latents -> heads that pass the gate of fixed-m       on request
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,6 +44,8 @@ from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
 from maxdiffusion.pipelines.tasks.base import LatentShape, Task, TextToVideo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +92,7 @@ class FixedMEligibleHeads:
 
 Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
 """Compiles a lowered program that has a name, possibly through a cache."""
-Options = dict[str, str | bool | float]
+Options = dict[str, str | bool]
 """XLA's options of one program by name."""
 
 
@@ -98,7 +101,7 @@ Options = dict[str, str | bool | float]
 _CPU_OPTIONS: Options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 # Libtpu ends its search for the tiles of a convolution at this part of the best that it hopes for.
 # The convolutions of the VAE compile in half of the time (docs/design/vae_programs.md).
-_VAE_OPTIONS: Options = {"xla_jf_convolution_performance_target": 0.97}
+_VAE_OPTIONS: Options = {"xla_jf_convolution_performance_target": "0.97"}
 _VAE_PROGRAMS = ("encode", "decode")
 
 
@@ -112,7 +115,15 @@ def compiler_options(platform: str, name: str = "") -> Options:
 def compile_lowered(lowered: jax.stages.Lowered, name: str = "") -> jax.stages.Compiled:
     """Compiles a program with the options of its name and of the platform it was lowered for."""
     platform = lowered._lowering.compile_args["backend"].platform
-    return lowered.compile(compiler_options=compiler_options(platform, name) or None)
+    options = compiler_options(platform, name)
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        message = "this %s compiler does not know %s: %s is compiled without"
+        logger.warning(message, platform, ", ".join(options), name or "a program")
+        return lowered.compile()
 
 
 def compile_now(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
