@@ -204,6 +204,11 @@ class ProgramBuilder:
         """Graphs and abstract parameters of the models."""
         return wan_models(self.spec, self.settings.precision)
 
+    @cached_property
+    def _texts(self) -> dict[ProgramShape, TextKeysValues]:
+        """Shapes of text keys and values that are known."""
+        return {}
+
     @property
     def layout(self) -> ActivationLayout:
         """Shardings of activations."""
@@ -509,14 +514,16 @@ class ProgramBuilder:
             sharding = self.layout.sharding(dims, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        text = jax.eval_shape(
-            self.read_text,
-            self.models.transformer.parameters,
-            self._text_embeddings(shape),
-            self.image_tokens(shape),
-            self.faces(shape),
-        )
-        return jax.tree.map(with_sharding, text)
+        if shape not in self._texts:  # two programs need it, and it traces every layer's part
+            text = jax.eval_shape(
+                self.read_text,
+                self.models.transformer.parameters,
+                self._text_embeddings(shape),
+                self.image_tokens(shape),
+                self.faces(shape),
+            )
+            self._texts[shape] = jax.tree.map(with_sharding, text)
+        return self._texts[shape]
 
     def _text_shardings(self, shape: ProgramShape) -> TextKeysValues:
         return jax.tree.map(lambda leaf: leaf.sharding, self._abstract_text(shape))

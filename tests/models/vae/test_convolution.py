@@ -15,9 +15,9 @@ from maxdiffusion.models.vae.conv_impl import (
 from maxdiffusion.models.vae.layers import CausalConv, Numerics, with_cache
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("step", "stride"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("window", [(3, 3, 3), (3, 1, 1), (1, 3, 3)])
-def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
+def test_forms_equal_volume(step: int, stride: int, window: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
     x, kernel = (
         jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
@@ -25,11 +25,17 @@ def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
     )
     side = window[1] // 2
     padding = ((side, side), (side, 0))
-    volume = convolve_volume(x, kernel, step=step, padding=padding)
-    assert volume.shape == (2, (7 - window[0]) // step + 1, 4, 5 - side, 6)
+    volume = convolve_volume(x, kernel, step=step, stride=stride, padding=padding)
+    assert volume.shape == (
+        2,
+        (7 - window[0]) // step + 1,
+        4 // stride,
+        -(-(5 - side) // stride),
+        6,
+    )
     # Sums of at most 81 products of order 1, of size 9: 81 roundings of 9 * 6e-8 at the very worst.
     for convolve in (convolve_folded, convolve_columns, convolve_time):
-        found = convolve(x, kernel, step=step, padding=padding)
+        found = convolve(x, kernel, step=step, stride=stride, padding=padding)
         np.testing.assert_allclose(found, volume, rtol=0, atol=4e-5)
 
 

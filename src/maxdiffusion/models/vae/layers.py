@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_time
+from maxdiffusion.models.vae.conv_impl import convolve_time
 from maxdiffusion.models.vae.sharding import WHOLE, Padding, SpatialSharding
 
 KERNEL_DIMS = ("time", "height", "width", "channels_in", "channels_out")
@@ -124,9 +124,7 @@ class FrameConv(ConvParams):
         kernel, bias = self.weights()
 
         def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
-            if stride == 1:
-                return convolve_time(x, kernel[None], step=1, padding=zeros)
-            return convolve_frames(x, kernel, stride=stride, padding=zeros)
+            return convolve_time(x, kernel[None], step=1, stride=stride, padding=zeros)
 
         y = sharding.by_piece(convolve, x, kernel, (padding, padding))
         return y + jnp.broadcast_to(bias, y.shape)
