@@ -26,8 +26,10 @@ def convolve_time(
     cores). Its TPU back end takes minutes to compile one and adds layout copies around it.
     """
     forms = {"cpu": convolve_folded, "default": convolve_columns}
-    steps = {"step": step, "stride": stride}
-    bound = {name: partial(form, **steps, padding=padding) for name, form in forms.items()}
+    bound = {
+        name: partial(form, step=step, stride=stride, padding=padding)
+        for name, form in forms.items()
+    }
     return lax.platform_dependent(x, kernel, **bound)
 
 
