@@ -251,7 +251,7 @@ def test_latents_that_are_not_finite_stop_the_run_by_step_and_expert(
 def test_programs_are_noted_by_the_thread_that_uses_them_and_can_be_dropped():
     pipeline = object.__new__(WanPipeline)
     made: list[str] = []
-    pipeline._programs = {}
+    pipeline._programs, pipeline._programs_lock = {}, threading.Lock()
     pipeline.builder = SimpleNamespace(compile=lambda name, lowered: made.append(name) or lowered)
 
     def use(*names):
