@@ -1,5 +1,7 @@
 """A second run that starts from kept programs: it compiles none and makes the same frames."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -25,11 +27,11 @@ def run(folder, cache):
     )
     assert result.returncode == 0, result.stderr
     frames, _ = read_video(folder / "video_0.mp4")
-    return result.stdout, np.asarray(frames)
+    return result.stdout + result.stderr, np.asarray(frames)
 
 
 @pytest.mark.slow
-def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path):
+def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path, monkeypatch):
     cache = tmp_path / "programs"
     said, frames = run(tmp_path / "first", cache)
     for program in PROGRAMS:
@@ -39,12 +41,19 @@ def test_a_second_process_loads_every_program_and_makes_the_same_frames(tmp_path
     content = bytearray(step.read_bytes())
     content[-1] ^= 1
     step.write_bytes(bytes(content))
+    monkeypatch.setenv("JAX_LOG_COMPILES", "1")
     said_again, frames_again = run(tmp_path / "second", cache)
     assert f"denoise_step is NOT loaded but compiled: {step.name}: its program is not" in said_again
     assert said_again.count("NOT loaded") == 1
     for program in set(PROGRAMS) - {"denoise_step"}:
         assert f"aot_cache_dir: {program} is loaded from {program}-" in said_again
     np.testing.assert_array_equal(frames, frames_again)
+    # The text is traced once for its shapes; `start` is small. `encode` is the text encoder.
+    most = {"decode": 1, "denoise_step": 1, "encode": 1, "read_text": 2}
+    for function, times in most.items():
+        traced = re.findall(rf"Finished tracing {function} for jit", said_again)
+        assert len(traced) == times, function
+    assert "Time to first video, s: total " in said_again
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(tmp_path):

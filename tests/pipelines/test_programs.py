@@ -66,4 +66,5 @@ def test_a_cpu_step_holds_the_float32_weights_of_a_layer_and_not_of_all(lowered_
 
 def test_only_programs_for_cpus_have_options():
     assert compiler_options("cpu")["xla_disable_hlo_passes"] == "while-loop-invariant-code-motion"
-    assert compiler_options("tpu") == {}
+    assert compiler_options("tpu") == compiler_options("tpu", "denoise_step") == {}
+    assert compiler_options("tpu", "decode") == compiler_options("tpu", "encode") != {}

@@ -16,8 +16,11 @@ from jax.experimental.layout import Layout
 from maxdiffusion import WanPipeline
 from maxdiffusion.errors import ProblemsFound, RunFailed
 from maxdiffusion.models import abstract
+from maxdiffusion.pipelines.programs import compile_now
 from maxdiffusion.pipelines.request import request_from_arguments
-from maxdiffusion.pipelines.wan import noting_programs
+from maxdiffusion.pipelines.text import PromptTokenizer
+from maxdiffusion.pipelines.wan import CORES_OF_A_COMPILE, noting_programs, run_all
+from maxdiffusion.pipelines.weights import WanParameters
 from tests.marking import slow_except
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
@@ -66,6 +69,45 @@ def test_latents_and_frames_equal_those_of_diffusers(
 ) -> None:
     check_latents(pipeline, golden, name)
     check_frames(pipeline, golden, name)
+
+
+def test_programs_compile_in_threads_before_there_are_weights(
+    pipeline: WanPipeline, golden: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[str] = []
+
+    def compile_counted(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        compiled.append(name)
+        return compile_now(name, lowered)
+
+    monkeypatch.setattr("os.cpu_count", lambda: 3 * CORES_OF_A_COMPILE)
+    builder = replace(pipeline.builder, compile=compile_counted)
+    made = WanPipeline(
+        builder=builder,
+        parameters=WanParameters.described(builder),
+        tokenizer=PromptTokenizer.load(GOLDENS / "wan22_t2v" / "tokenizer"),
+    )
+    request = request_from_arguments(builder.spec, **recorded_call(golden, "pipe"))
+    made.compile(request)
+    before = sorted(compiled)
+    assert {"decode", "denoise_step", "read_text", "start", "text_encoder"} == {*before}
+    assert len(before) == len({*before})
+    made.place(pipeline.parameters)
+    check_frames(made, golden, "pipe")
+    assert sorted(compiled) == before
+
+
+def test_the_error_of_a_job_is_raised_on_any_number_of_threads() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValueError("no tiles")
+
+    for threads in (1, 2):
+        with pytest.raises(ValueError, match="no tiles"):
+            run_all([fail, lambda: done.append(1)], threads=threads)
+    run_all([lambda: done.append(2), lambda: done.append(2)], threads=2)
+    assert done.count(2) == 2
 
 
 @pytest.mark.slow
@@ -209,7 +251,7 @@ def test_latents_that_are_not_finite_stop_the_run_by_step_and_expert(
 def test_programs_are_noted_by_the_thread_that_uses_them_and_can_be_dropped():
     pipeline = object.__new__(WanPipeline)
     made: list[str] = []
-    pipeline._programs = {}
+    pipeline._programs, pipeline._programs_lock = {}, threading.Lock()
     pipeline.builder = SimpleNamespace(compile=lambda name, lowered: made.append(name) or lowered)
 
     def use(*names):

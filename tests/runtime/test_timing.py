@@ -122,6 +122,23 @@ def test_json_holds_stages_steps_and_details(timings, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["timing.json"]
 
 
+def test_the_first_video_has_its_phases(clock):
+    timings = Timings()
+    assert timings.first_video() == ""
+    for stage, seconds in ((Stage.LOAD, 3), (Stage.DENOISE, 5)):
+        with timings.stage(stage):
+            clock(seconds)
+    clock(1)
+    timings.mark_first_video()
+    clock(7)
+    timings.mark_first_video()
+    assert timings.first_video() == (
+        "Time to first video, s: total 9.0, load 3.0, compile 0.0, conditioning 0.0, "
+        "denoise_total 5.0, vae_decode 0.0, other 1.0"
+    )
+    assert timings.as_json()["first_video"]["total"] == pytest.approx(9)
+
+
 def test_details_that_are_no_json_leave_no_file(timings, tmp_path):
     with pytest.raises(TypeError):
         timings.write(tmp_path / "timing.json", {"bad": object()})

@@ -6,8 +6,10 @@ The start-up plan is logged before, a timing summary after. Groups are videos th
 import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar
 
 import jax
@@ -53,7 +55,7 @@ from maxdiffusion.pipelines.request import Request
 from maxdiffusion.pipelines.tasks.base import TextToVideo
 from maxdiffusion.pipelines.text import PromptTokenizer, RowCache
 from maxdiffusion.pipelines.wan import VideoPipeline
-from maxdiffusion.pipelines.weights import load_wan_parameters
+from maxdiffusion.pipelines.weights import WanParameters, load_wan_parameters
 from maxdiffusion.runtime.files import as_path, remove_leftovers
 from maxdiffusion.runtime.progress import PROGRESS, bytes_bar, steps_bar
 from maxdiffusion.runtime.timing import Profiler, Stage, Timings, describe_hosts
@@ -92,8 +94,9 @@ def generate(
     stored = LatentCache(provenance, videos)
     groups = group_videos(job, videos, stored)
     timings = Timings(Profiler(profile_plan(job.config)))
-    pipeline = load(job, folder, videos, timings)
-    compile_programs(pipeline, requests_to_compile(job, groups), videos, timings, report)
+    requests = requests_to_compile(job, groups)
+    compiling = partial(compile_programs, requests=requests, videos=videos, report=report)
+    pipeline = load(job, folder, videos, timings, compiling=compiling)
     with PREEMPTION.guard(), VideoWriter(provenance, write) as writer:
         run = Run(
             job=job,
@@ -156,6 +159,7 @@ class Run:
             PROGRESS.checkpoint(f"writing {video.path.name}")
             with self.decode_stage(Stage.VAE_DECODE_HOST):
                 self.writer.add(video, bytes_of(one))
+            self.timings.mark_first_video()
 
     def denoise(self, request: Request) -> np.ndarray:
         """Returns the latents of every video of a request, on the host, equal on all processes."""
@@ -197,6 +201,7 @@ class Run:
                 PROGRESS.checkpoint(f"writing {video.path.name}")
                 with self.decode_stage(Stage.VAE_DECODE_HOST):
                     self.writer.add(video, frames)
+                self.timings.mark_first_video()
                 advance()
 
     def fetch(self) -> None:
@@ -246,32 +251,64 @@ def shape_of(job: ResolvedJob, video: Video) -> ProgramShape:
     return job.tasks.shape(video.line, job.shape.videos)
 
 
-def load(job: ResolvedJob, folder: ModelFolder, videos: Group, timings: Timings) -> VideoPipeline:
-    """Returns the pipeline with the weights that these videos need."""
+def load(
+    job: ResolvedJob,
+    folder: ModelFolder,
+    videos: Group,
+    timings: Timings,
+    *,
+    compiling: Callable[[VideoPipeline], None] | None = None,
+) -> VideoPipeline:
+    """Returns the pipeline with the weights that these videos need, its programs compiled.
+
+    `compiling` runs while the weights load, unless the devices are the cores of this host. The
+    stage of compiling is the time by which it takes longer.
+    """
     PROGRESS.checkpoint("loading weights")
-    cache = job.config.pretrained_orbax_dir
     tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
-    with timings.stage(Stage.LOAD) as clock:
-        prompts = find_prompts(job, folder, tokenizer, [video.prompt for video in videos])
-        with bytes_bar("Loading") as progress:
-            loaded = load_wan_parameters(
-                folder,
-                job.builder,
-                without=() if prompts is None else prompts.unneeded_components,
-                cache=as_path(cache) if cache else None,
-                progress=progress,
-            )
-        clock.ready(loaded.parameters.transformers)
-    for message in loaded.messages:
-        logger.info("weights of %s", message)
-    return pipeline_named(job.shape.task.pipeline)(
+    prompts = find_prompts(job, folder, tokenizer, [video.prompt for video in videos])
+    without = () if prompts is None else prompts.unneeded_components
+    pipeline = pipeline_named(job.shape.task.pipeline)(
         builder=job.builder,
-        parameters=loaded.parameters,
+        parameters=WanParameters.described(job.builder, without),
         tokenizer=tokenizer,
         prompt_cache=prompts,
         attention=job.plans,
         folder=folder,
     )
+    background = ThreadPoolExecutor(1, thread_name_prefix="compile")
+    compiled: Future[None] | None = None
+    if compiling is not None and job.builder.mesh.devices.flat[0].platform != "cpu":
+        compiled = background.submit(compiling, pipeline)
+    try:
+        with timings.stage(Stage.LOAD) as clock:
+            pipeline.place(load_weights(job, folder, without))
+            clock.ready(pipeline.parameters.transformers)
+        PROGRESS.checkpoint("compiling")
+        with timings.stage(Stage.COMPILE):
+            if compiled is not None:
+                compiled.result()
+            elif compiling is not None:
+                compiling(pipeline)
+    finally:
+        background.shutdown(wait=False, cancel_futures=True)
+    return pipeline
+
+
+def load_weights(job: ResolvedJob, folder: ModelFolder, without: Sequence[str]) -> WanParameters:
+    """Returns the weights of all components but those of `without`."""
+    cache = job.config.pretrained_orbax_dir
+    with bytes_bar("Loading") as progress:
+        loaded = load_wan_parameters(
+            folder,
+            job.builder,
+            without=without,
+            cache=as_path(cache) if cache else None,
+            progress=progress,
+        )
+    for message in loaded.messages:
+        logger.info("weights of %s", message)
+    return loaded.parameters
 
 
 def pipeline_from_config(
@@ -316,22 +353,16 @@ def find_prompts(
 
 
 def compile_programs(
-    pipeline: VideoPipeline,
-    requests: Sequence[Request],
-    videos: Group,
-    timings: Timings,
-    report: "FixedMReport",
+    pipeline: VideoPipeline, *, requests: Sequence[Request], videos: Group, report: "FixedMReport"
 ) -> None:
     """Compiles everything that the run executes; `requests` has one of each shape."""
-    PROGRESS.checkpoint("compiling")
-    with timings.stage(Stage.COMPILE):
-        prompts = [video.prompt for video in videos]
-        for request in requests:
-            # The next segment continues frames that were not rounded.
-            frames = as_floats if request.task.in_segments else as_bytes
-            pipeline.compile(request, frames, other_prompts=prompts)
-            if report.active:
-                pipeline.compile_fixed_m_eligible_heads(request)
+    prompts = [video.prompt for video in videos]
+    for request in requests:
+        # The next segment continues frames that were not rounded.
+        frames = as_floats if request.task.in_segments else as_bytes
+        pipeline.compile(request, frames, other_prompts=prompts)
+        if report.active:
+            pipeline.compile_fixed_m_eligible_heads(request)
 
 
 def requests_to_compile(job: ResolvedJob, groups: Sequence[Group]) -> list[Request]:
@@ -460,7 +491,8 @@ def start_up_plan(job: ResolvedJob) -> str:
 def summarise(job: ResolvedJob, timings: Timings, report: FixedMReport) -> None:
     """Logs where the time went, and writes it to `timing_file` if the config names one."""
     hosts = gather_host_times(timings)
-    logger.info("\n".join([*report.lines(), timings.summary(), describe_hosts(hosts)]))
+    lines = [*report.lines(), timings.summary(), timings.first_video(), describe_hosts(hosts)]
+    logger.info("\n".join(filter(None, lines)))
     if job.config.timing_file and jax.process_index() == 0:
         details = run_details(job) | {"fast_heads": report.as_json()}
         details["hosts"] = [asdict(host) for host in hosts]

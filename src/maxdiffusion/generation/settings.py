@@ -256,10 +256,14 @@ def _nothing_to_end(config: Config) -> Problem:
 
 
 def use_compilation_cache(config: Config) -> None:
-    """Points jax's compilation cache to `jax_cache_dir`, if the config names one."""
+    """Points jax's compilation cache to `jax_cache_dir`, if the config names one.
+
+    It takes every program: a run has dozens that compile in less than jax's limit of a second.
+    """
     if config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def use_aot_cache(builder: ProgramBuilder, config: Config) -> ProgramBuilder:

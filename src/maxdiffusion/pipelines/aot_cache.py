@@ -220,7 +220,7 @@ class AotCache:
     def _compiled(
         self, name: str, lowered: jax.stages.Lowered, key: CacheKey
     ) -> jax.stages.Compiled:
-        compiled = compile_lowered(lowered)
+        compiled = compile_lowered(lowered, name)
         if jax.process_index() == 0:  # the others would write the same
             path = self.path(name, key)
             write_executable(path, key, payload_of(compiled))

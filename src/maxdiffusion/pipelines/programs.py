@@ -9,6 +9,7 @@ decode         latents -> frames                                     once per vi
 fixed_m_heads  latents -> heads that pass the gate of fixed-m       on request
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -43,6 +44,8 @@ from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
 from maxdiffusion.pipelines.tasks.base import LatentShape, Task, TextToVideo
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,28 +92,43 @@ class FixedMEligibleHeads:
 
 Compile = Callable[[str, jax.stages.Lowered], jax.stages.Compiled]
 """Compiles a lowered program that has a name, possibly through a cache."""
+Options = dict[str, str | bool]
+"""XLA's options of one program by name."""
 
 
 # XLA for CPUs computes bfloat16 products in float32. This pass moves the conversion of the weights
 # out of the scan over layers: float32 for all layers at once (docs/design/cpu_memory.md).
-_CPU_OPTIONS: dict[str, str | bool] = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+_CPU_OPTIONS: Options = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
+# Libtpu ends its search for the tiles of a convolution at this part of the best that it hopes for.
+# The convolutions of the VAE compile in half of the time (docs/design/vae_programs.md).
+_VAE_OPTIONS: Options = {"xla_jf_convolution_performance_target": "0.97"}
+_VAE_PROGRAMS = ("encode", "decode")
 
 
-def compiler_options(platform: str) -> dict[str, str | bool]:
-    """Returns XLA's options for programs of a platform; TPUs take theirs from LIBTPU_INIT_ARGS."""
-    return dict(_CPU_OPTIONS) if platform == "cpu" else {}
+def compiler_options(platform: str, name: str = "") -> Options:
+    """Returns XLA's options for a program; TPUs take all others from LIBTPU_INIT_ARGS."""
+    if platform == "cpu":
+        return dict(_CPU_OPTIONS)
+    return dict(_VAE_OPTIONS) if platform == "tpu" and name in _VAE_PROGRAMS else {}
 
 
-def compile_lowered(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program with the options of the platform that it was lowered for."""
+def compile_lowered(lowered: jax.stages.Lowered, name: str = "") -> jax.stages.Compiled:
+    """Compiles a program with the options of its name and of the platform it was lowered for."""
     platform = lowered._lowering.compile_args["backend"].platform
-    return lowered.compile(compiler_options=compiler_options(platform) or None)
+    options = compiler_options(platform, name)
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        if "No such compile option" not in str(error):
+            raise
+        message = "this %s compiler does not know %s: %s is compiled without"
+        logger.warning(message, platform, ", ".join(options), name or "a program")
+        return lowered.compile()
 
 
 def compile_now(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a program without a cache."""
-    del name
-    return compile_lowered(lowered)
+    return compile_lowered(lowered, name)
 
 
 FrameFormat = Callable[[Float[Array, "B F Y X C"]], Array]
@@ -185,6 +203,11 @@ class ProgramBuilder:
     def models(self) -> WanModels:
         """Graphs and abstract parameters of the models."""
         return wan_models(self.spec, self.settings.precision)
+
+    @cached_property
+    def _texts(self) -> dict[ProgramShape, TextKeysValues]:
+        """Shapes of text keys and values that are known."""
+        return {}
 
     @property
     def layout(self) -> ActivationLayout:
@@ -491,14 +514,16 @@ class ProgramBuilder:
             sharding = self.layout.sharding(dims, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        text = jax.eval_shape(
-            self.read_text,
-            self.models.transformer.parameters,
-            self._text_embeddings(shape),
-            self.image_tokens(shape),
-            self.faces(shape),
-        )
-        return jax.tree.map(with_sharding, text)
+        if shape not in self._texts:  # two programs need it, and it traces every layer's part
+            text = jax.eval_shape(
+                self.read_text,
+                self.models.transformer.parameters,
+                self._text_embeddings(shape),
+                self.image_tokens(shape),
+                self.faces(shape),
+            )
+            self._texts[shape] = jax.tree.map(with_sharding, text)
+        return self._texts[shape]
 
     def _text_shardings(self, shape: ProgramShape) -> TextKeysValues:
         return jax.tree.map(lambda leaf: leaf.sharding, self._abstract_text(shape))

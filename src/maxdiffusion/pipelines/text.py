@@ -180,6 +180,10 @@ class PromptEncoder:
         """Returns an encoder with other weights and no cache; compiled programs are shared."""
         return PromptEncoder(tokenizer=self._tokenizer, programs=self._programs, weights=weights)
 
+    def place(self, weights: nnx.State | None) -> None:
+        """Takes the weights of an encoder that was made with their shapes."""
+        self._weights = weights
+
     def compile(
         self, prompts: Sequence[str], max_sequence_length: int = MAX_SEQUENCE_LENGTH
     ) -> None:

@@ -7,13 +7,18 @@ A pipeline adds the arguments of its task: `WanPipeline` here, `image_to_video.p
 """
 
 import copy
+import logging
+import os
+import threading
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import Any, Literal, TypeVar, final
 
 import jax
@@ -53,7 +58,10 @@ from maxdiffusion.pipelines.weights import (
 )
 from maxdiffusion.runtime.timing import StepTime
 
+logger = logging.getLogger(__name__)
 Pipeline = TypeVar("Pipeline", bound="VideoPipeline")
+# XLA compiles one program on about this many cores at times.
+CORES_OF_A_COMPILE = 4
 
 
 OutputType = Literal["np", "latent", "uint8"]
@@ -115,7 +123,8 @@ class VideoPipeline(LoraMethods):
         )
         # Plans of a resolved job by shape; the pipeline plans other shapes when it meets them.
         self._attention = {**(attention or {})}
-        self._programs: dict[Hashable, Callable[..., Any]] = {}
+        self._programs: dict[Hashable, Future[Callable[..., Any]]] = {}
+        self._programs_lock = threading.Lock()
 
     @classmethod
     def from_pretrained(
@@ -201,6 +210,11 @@ class VideoPipeline(LoraMethods):
             self.parameters = replace(self.parameters, transformers=ordered)
         lay_out_parameters(self.parameters, self.builder)
 
+    def place(self, parameters: WanParameters) -> None:
+        """Takes the weights of a pipeline that was made with their shapes, and may be compiled."""
+        self.parameters = parameters
+        self._prompts.place(parameters.text_encoder)
+
     @abstractmethod
     def __call__(self, *arguments: Any, **options: Any) -> WanOutput:
         """Generates the videos of one call."""
@@ -249,20 +263,35 @@ class VideoPipeline(LoraMethods):
         *,
         other_prompts: Sequence[str] = (),
     ) -> None:
-        """Compiles everything that the request runs, and the encoders of the other prompts."""
+        """Compiles everything that the request runs, and the encoders of the other prompts.
+
+        Programs are compiled at the same time where the host has the cores for it.
+        """
         shape = self.shape(request)
-        with self._precision():
-            self._prompts.compile([*texts_of(request), *other_prompts], shape.text_length)
-        for frames in shape.task.encoded_frames(shape.latent, self.builder.spec.vae):
-            self._encode(shape, frames)
+        texts = [*texts_of(request), *other_prompts]
+        jobs: list[Callable[[], object]] = [
+            partial(self._step, shape.with_guidance(guidance), request, action)
+            for guidance, action in request.plan.programs
+        ]
+        jobs.append(partial(self._decode, shape, frame_format))
+        jobs += [
+            partial(self._encode, shape, frames)
+            for frames in shape.task.encoded_frames(shape.latent, self.builder.spec.vae)
+        ]
         if shape.task.image_tokens:
-            self._encode_image(shape.task.images)
+            jobs.append(partial(self._encode_image, shape.task.images))
+        jobs.append(partial(self._compile_text_encoders, texts, shape.text_length))
+        jobs += [
+            partial(self._read_text, shape.with_guidance(guidance))
+            for guidance, _ in request.plan.programs
+        ]
+        jobs.append(partial(self._start, shape, request))
         initial_noise([0], shape.latent.dims)  # its program is compiled by its first use
-        self._start(shape, request)
-        for guidance, action in request.plan.programs:
-            self._read_text(shape.with_guidance(guidance))
-            self._step(shape.with_guidance(guidance), request, action)
-        self._decode(shape, frame_format)
+        run_all(jobs, threads=max(1, (os.cpu_count() or 1) // CORES_OF_A_COMPILE))
+
+    def _compile_text_encoders(self, texts: Sequence[str], length: int) -> None:
+        with self._precision():
+            self._prompts.compile(texts, length)
 
     def condition(self, request: Request) -> Experts:
         """Returns the experts with everything that they are conditioned on, once it is computed."""
@@ -462,9 +491,19 @@ class VideoPipeline(LoraMethods):
         used = _USED.get()
         if used is not None:
             used.add(key)
-        if key not in self._programs:
-            self._programs[key] = self.builder.compile(key[0], lower())
-        return self._programs[key]
+        with self._programs_lock:
+            known = self._programs.get(key)
+            made = known or self._programs.setdefault(key, Future())
+        if known is None:
+            started = perf_counter()
+            try:
+                made.set_result(self.builder.compile(key[0], lower()))
+            except BaseException as error:
+                del self._programs[key]  # another call may try again
+                made.set_exception(error)
+            else:
+                logger.info("program %s: ready in %.1f s", key[0], perf_counter() - started)
+        return made.result()
 
     def drop_programs(self, keys: Iterable[Hashable]) -> None:
         """Frees compiled programs; one that is needed again is compiled again."""
@@ -476,6 +515,22 @@ class VideoPipeline(LoraMethods):
 
     def _precision(self) -> Any:
         return jax.default_matmul_precision(self.builder.settings.precision.matmul)
+
+
+def run_all(jobs: Sequence[Callable[[], object]], *, threads: int) -> None:
+    """Runs jobs on this many threads, those given first first; raises the first error."""
+    if threads == 1:
+        for job in jobs:
+            job()
+        return
+    with ThreadPoolExecutor(threads, thread_name_prefix="compile") as pool:
+        futures = [pool.submit(copy_context().run, job) for job in jobs]  # they see _USED too
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def texts_of(request: Request) -> list[str]:

@@ -390,6 +390,18 @@ class WanParameters:
     text_encoder: nnx.State | None
     image_encoder: nnx.State | None = None
 
+    @classmethod
+    def described(cls, builder: ProgramBuilder, without: Sequence[str] = ()) -> "WanParameters":
+        """Returns shapes and shardings of the weights: enough to compile programs."""
+        models, mesh = builder.models, builder.mesh
+        encoder, images = models.text_encoder, models.image_encoder
+        return cls(
+            transformers=dict.fromkeys(builder.spec.experts, builder.weights),
+            vae=models.vae.on(mesh),
+            text_encoder=None if "text_encoder" in without else encoder.on(mesh),
+            image_encoder=None if images is None else images.on(mesh),
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedParameters:

@@ -145,6 +145,8 @@ class Stage(enum.Enum):
 
 # The stages that do not contain each other; together they are the whole run.
 DISJOINT_STAGES = (Stage.LOAD, Stage.COMPILE, Stage.INFERENCE)
+# The phases of the first video, none within another.
+PHASES = (Stage.LOAD, Stage.COMPILE, Stage.CONDITIONING, Stage.DENOISE, Stage.VAE_DECODE)
 # The layout of the public TIMING SUMMARY, which scripts parse: numbers end in column 30.
 _TITLE = "TIMING SUMMARY"
 _FRAME = "=" * 50
@@ -182,6 +184,8 @@ class Timings:
         self._profiler = profiler or Profiler(None)
         self._seconds = dict.fromkeys(Stage, 0.0)
         self._steps: list[StepTime] = []
+        self._started = time.perf_counter()
+        self._first: dict[str, float] = {}
 
     @contextlib.contextmanager
     def stage(self, stage: Stage) -> Iterator[Clock]:
@@ -204,6 +208,18 @@ class Timings:
         for values, step in self._profiler.watch(steps):
             self.add_step(step)
             yield values, step
+
+    def mark_first_video(self) -> None:
+        """Records the seconds of all phases so far, if no video was there before."""
+        if not self._first:
+            total = time.perf_counter() - self._started
+            phases = {stage.key: self._seconds[stage] for stage in PHASES}
+            self._first = {"total": total, **phases, "other": total - sum(phases.values())}
+
+    def first_video(self) -> str:
+        """Returns a line with the time to the first video by phase; empty without a video."""
+        parts = [f"{name} {seconds:.1f}" for name, seconds in self._first.items()]
+        return f"Time to first video, s: {', '.join(parts)}" if parts else ""
 
     def seconds(self, stage: Stage) -> float:
         """Returns the seconds of a stage so far."""
@@ -231,6 +247,7 @@ class Timings:
         return {
             "seconds": {stage.key: seconds for stage, seconds in self._seconds.items()},
             "steps": [asdict(step) for step in self._steps],
+            "first_video": dict(self._first),
             "run": dict(details or {}),
         }
 

@@ -11,14 +11,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from maxdiffusion.models.abstract import AbstractModel, Values, fresh_values
-from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae, WanVaeConfig
+from maxdiffusion.models.vae import ALL_FRAMES, WanVae, WanVaeConfig
 from maxdiffusion.models.vae.coders import unfold
 from maxdiffusion.training.step import Optimiser, Step, make_step
 from maxdiffusion.training.wan import on_mesh
 
 VAE = "vae"
 FIRST_LOG_VARIANCE = -6.0  # of the latents: at 0 noise would hide the picture at the start
-WHOLE = SpatialSharding()
 Video = Float[Array, "B F Y X C"]
 
 
@@ -60,7 +59,7 @@ class VaeLoss:
 
 def unclipped(vae: WanVae, latents: Video) -> Float[Array, "B f y x 3"]:
     """Returns the decoded clip before clipping to [-1, 1], which would have no gradient."""
-    folded = vae.decoder(vae.post_quant_conv(latents), None, WHOLE)[0]
+    folded = vae.decoder(vae.post_quant_conv(latents), None)[0]
     return unfold(folded, vae.config.fold_size)
 
 

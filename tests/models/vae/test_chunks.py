@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxdiffusion.models.vae import ALL_FRAMES, WanVae
+from maxdiffusion.models.vae import ALL_FRAMES, WanVae, WanVaeConfig
 
 # The same sums of at most 27 * 8 float32 terms, which another shape may add up in another order:
 # a few last digits of values of order 1.
@@ -64,6 +65,21 @@ def test_the_program_does_not_grow_with_the_clip(small_vae: WanVae) -> None:
         len(decode.lower(draw(1, frames, 2, 2, 16)).as_text().splitlines()) for frames in (4, 40)
     )
     assert short == long
+
+
+def test_chunks_and_equal_blocks_share_one_body() -> None:
+    def convolutions(blocks: int, frames: int) -> int:
+        config = WanVaeConfig(
+            base_dim=4, dim_mult=(1, 2), num_res_blocks=blocks, temperal_downsample=(True,)
+        )
+        vae = nnx.eval_shape(lambda: WanVae(config, rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(vae)
+        decode = jax.jit(lambda state, x: nnx.merge(graph, state).decode(x))
+        return decode.lower(state, draw(1, frames, 2, 2, 16)).as_text().count("stablehlo.convol")
+
+    counts = {convolutions(*sizes) for sizes in ((1, 2), (1, 9), (3, 9))}
+    # In and out, four of the middle, two of each stage, two to double.
+    assert counts == {12}
 
 
 @pytest.mark.parametrize("chunk", [0, -2])

@@ -7,17 +7,17 @@ import pytest
 from flax import nnx
 
 from maxdiffusion.models.vae.conv_impl import (
+    convolve_columns,
     convolve_folded,
-    convolve_rows,
     convolve_time,
     convolve_volume,
 )
 from maxdiffusion.models.vae.layers import CausalConv, Numerics, with_cache
 
 
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize(("step", "stride"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("window", [(3, 3, 3), (3, 1, 1), (1, 3, 3)])
-def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
+def test_forms_equal_volume(step: int, stride: int, window: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(0)
     x, kernel = (
         jnp.asarray(rng.standard_normal(shape, dtype=np.float32))
@@ -25,15 +25,21 @@ def test_forms_equal_volume(step: int, window: tuple[int, int, int]) -> None:
     )
     side = window[1] // 2
     padding = ((side, side), (side, 0))
-    volume = convolve_volume(x, kernel, step=step, padding=padding)
-    assert volume.shape == (2, (7 - window[0]) // step + 1, 4, 5 - side, 6)
+    volume = convolve_volume(x, kernel, step=step, stride=stride, padding=padding)
+    assert volume.shape == (
+        2,
+        (7 - window[0]) // step + 1,
+        4 // stride,
+        -(-(5 - side) // stride),
+        6,
+    )
     # Sums of at most 81 products of order 1, of size 9: 81 roundings of 9 * 6e-8 at the very worst.
-    for convolve in (convolve_folded, convolve_rows, convolve_time):
-        found = convolve(x, kernel, step=step, padding=padding)
+    for convolve in (convolve_folded, convolve_columns, convolve_time):
+        found = convolve(x, kernel, step=step, stride=stride, padding=padding)
         np.testing.assert_allclose(found, volume, rtol=0, atol=4e-5)
 
 
-def test_rows_have_the_gradients_of_the_volume() -> None:
+def test_columns_have_the_gradients_of_the_volume() -> None:
     rng = np.random.default_rng(2)
     x = rng.standard_normal((1, 4, 3, 4, 2), dtype=np.float32)
     kernel = rng.standard_normal((3, 3, 3, 2, 3), dtype=np.float32)
@@ -46,7 +52,7 @@ def test_rows_have_the_gradients_of_the_volume() -> None:
         return jax.jit(jax.grad(total, argnums=(0, 1)))(x, kernel)
 
     # Sums of at most 81 products of order 1, as above.
-    for found, expected in zip(pulled(convolve_rows), pulled(convolve_volume), strict=True):
+    for found, expected in zip(pulled(convolve_columns), pulled(convolve_volume), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=4e-5)
 
 

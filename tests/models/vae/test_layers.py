@@ -29,6 +29,22 @@ def test_norm_of_zeros_is_zero() -> None:
     np.testing.assert_array_equal(norm(jnp.zeros((2, 4))), 0)
 
 
+@pytest.mark.parametrize(("start", "doubled"), [(-1, -1), (0, 1), (1, 3), (2, 5)])
+def test_the_first_frame_is_the_second_of_its_pair(start: int, doubled: int) -> None:
+    chunk = blocks.Chunk(start=jnp.asarray(start))
+    assert chunk.doubled().start == doubled
+    assert chunk.doubled().halved().start == start
+
+
+def test_frames_before_the_clip_are_zeros() -> None:
+    x = jnp.arange(1.0, 5.0).reshape(1, 4, 1, 1, 1)
+    for start, expected in ((-1, [1, 2, 3, 4]), (0, [1, 2, 3, 4]), (3, [0, 0, 0, 4])):
+        chunk = blocks.Chunk(start=jnp.asarray(start))
+        np.testing.assert_array_equal(chunk.clear(x).ravel(), expected)
+    first = blocks.Chunk(start=jnp.asarray(1)).keep_first(10 * x, x)
+    np.testing.assert_array_equal(first.ravel(), [1, 20, 3, 4])
+
+
 @pytest.mark.parametrize("most_scores", [blocks.MOST_SCORES, 2 * 2 * 3 * 18, 1])
 def test_attention_is_the_same_in_any_number_of_turns(most_scores: int) -> None:
     rng = np.random.default_rng(0)

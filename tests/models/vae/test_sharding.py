@@ -14,7 +14,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from maxdiffusion.mesh import AXES
 from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae
 from maxdiffusion.models.vae.coders import nearest
-from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_rows
+from maxdiffusion.models.vae.conv_impl import convolve_columns
 from maxdiffusion.models.vae.layers import convolve_pieces
 from maxdiffusion.models.vae.sharding import Padding, split
 
@@ -180,18 +180,18 @@ def test_borders_are_exchanged_right_at_the_smallest_pieces(height: int, width: 
     sharding = over(-1, batch=1, height=height, width=width)
     kernel = jnp.asarray(draw(3, 3, 3, 2, 2))
 
-    def rows(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
-        return convolve_rows(x, kernel, step=1, padding=zeros)  # as on a TPU
+    def columns(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
+        return convolve_columns(x, kernel, step=1, padding=zeros)  # as on a TPU
 
     def halving(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
-        return convolve_frames(x, kernel, stride=2, padding=zeros)
+        return convolve_columns(x, kernel[None], step=1, stride=2, padding=zeros)
 
     def convolve(x: jax.Array, split: SpatialSharding) -> tuple[jax.Array, ...]:
         volume = convolve_pieces(x, kernel, split, step=1)
-        by_rows = split.by_piece(rows, x, kernel, ((1, 1), (1, 1)))
+        by_columns = split.by_piece(columns, x, kernel, ((1, 1), (1, 1)))
         wide = split.constrain(nearest(x))
         half = split.by_piece(halving, wide, kernel[1], ((0, 1), (0, 1)))
-        return tuple(split.constrain(y) for y in (volume, by_rows, half))
+        return tuple(split.constrain(y) for y in (volume, by_columns, half))
 
     x = draw(1, 4, height, width, 2)
     whole = jax.jit(lambda x: convolve(x, SpatialSharding()))(x)

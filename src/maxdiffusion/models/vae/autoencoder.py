@@ -3,9 +3,9 @@
     video 1 + 4n frames --encoder--> moments --mode--> latents 1 + n frames, 1/8 height and width
     latents --decoder--> video in [-1, 1]                      (2.2: 1/16, pixels folded by 2)
 
-Both directions run in chunks of latent frames: the first chunk takes the first frame and what does
-not fill a chunk, the others follow in a scan that carries what every layer has seen. The result is
-the same for every chunk size.
+Both directions run in chunks of latent frames, in a scan that carries what every layer has seen.
+The first chunk is filled up with empty frames in front, so that one program serves all chunks. The
+result is the same for every chunk size.
 """
 
 from collections.abc import Callable
@@ -23,13 +23,13 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.models.vae.coders import Decoder, Encoder, fold, unfold
 from maxdiffusion.models.vae.config import WanVaeConfig
-from maxdiffusion.models.vae.layers import Numerics, Pointwise
+from maxdiffusion.models.vae.layers import Chunk, Numerics, Pointwise
 from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 from maxdiffusion.models.vae.tiling import Tiling, map_tiles
 
 ALL_FRAMES = -1
-# step(chunk, cache) -> (result, cache for the next chunk)
-Step = Callable[[Array, Any], tuple[Array, Any]]
+# step(frames, cache, start) -> (result, cache for the next chunk); `start` is that of `Chunk`
+Step = Callable[[Array, Any, Array | None], tuple[Array, Any]]
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["moments"], meta_fields=[])
@@ -92,14 +92,14 @@ class WanVae(nnx.Module):
         _check_shape("video", video.shape, config.video_channels)
         _check_sides(video.shape, config.spatial_factor)
         latent_frames = config.latent_frames(video.shape[1])
-        first, chunk = _chunks(latent_frames, chunk)
-        first, chunk = config.video_frames(first), chunk * config.temporal_factor
+        chunk = _chunk(latent_frames, chunk) * config.temporal_factor
         factor = config.spatial_factor // config.fold_size  # folded pixels per latent
 
         def run(x: Array) -> Array:
             height, width = (size // factor for size in x.shape[2:4])
             split = sharding.resized(height=height, width=width)
-            return run_in_chunks(partial(self._encoder_step, split), x, first=first, chunk=chunk)
+            step = partial(_step, self.encoder, split)
+            return run_in_chunks(step, x, chunk=chunk, frames=latent_frames)
 
         folded = fold(video.astype(self.dtype), config.fold_size)
         if tiling is None or tiling.covers(video.shape[2], video.shape[3]):
@@ -121,11 +121,13 @@ class WanVae(nnx.Module):
         It is run `chunk` latent frames at a time (-1: all), in tiles or, with None, frames whole.
         """
         _check_shape("latents", latents.shape, self.config.z_dim)
-        first, chunk = _chunks(latents.shape[1], chunk)
+        chunk = _chunk(latents.shape[1], chunk)
+        frames = self.config.video_frames(latents.shape[1])
 
         def run(x: Array) -> Array:
             split = sharding.resized(height=x.shape[2], width=x.shape[3])
-            return run_in_chunks(partial(self._decoder_step, split), x, first=first, chunk=chunk)
+            step = partial(_step, self.decoder, split)
+            return run_in_chunks(step, x, chunk=chunk, frames=frames)
 
         x = self.post_quant_conv(latents.astype(self.dtype))
         patch = self.config.fold_size
@@ -153,42 +155,45 @@ class WanVae(nnx.Module):
         )
         return mean, std
 
-    def _encoder_step(self, sharding: SpatialSharding, x: Array, cache: Any) -> tuple[Array, Any]:
-        y, cache = self.encoder(x, cache, sharding)
-        return y, jax.tree.map(sharding.constrain, cache)
 
-    def _decoder_step(self, sharding: SpatialSharding, x: Array, cache: Any) -> tuple[Array, Any]:
-        y, cache = self.decoder(x, cache, sharding)
-        return y, jax.tree.map(sharding.constrain, cache)
+def _step(
+    coder: Encoder | Decoder, sharding: SpatialSharding, x: Array, cache: Any, start: Array | None
+) -> tuple[Array, Any]:
+    """Runs a chunk; see `Step`."""
+    y, cache = coder(x, cache, Chunk(sharding=sharding, start=start))
+    return y, jax.tree.map(sharding.constrain, cache)
 
 
 def run_in_chunks(
-    step: Step, x: Float[Array, "B F Y X C"], *, first: int, chunk: int
+    step: Step, x: Float[Array, "B F Y X C"], *, chunk: int, frames: int
 ) -> Float[Array, "B f y x O"]:
-    """`step` of the `first` frames, then of all others, `chunk` at a time in one scan."""
-    y, cache = step(x[:, :first], None)
-    count = (x.shape[1] - first) // chunk
-    assert first + count * chunk == x.shape[1], (x.shape, first, chunk)
-    if count == 0:
-        return y
+    """`step` of `chunk` frames at a time in one scan; the last `frames` frames of its results.
+
+    Empty frames in front fill the first chunk up.
+    """
+    count = -(-x.shape[1] // chunk)
     if count == 1:
-        rest, _ = step(x[:, first:], cache)
-        return jnp.concatenate([y, rest], axis=1)
+        return step(x, None, None)[0]
+    empty = count * chunk - x.shape[1]
     batch, _, *frame = x.shape
-    chunks = jnp.moveaxis(x[:, first:].reshape(batch, count, chunk, *frame), 1, 0)
-    _, results = lax.scan(lambda cache, frames: step(frames, cache)[::-1], cache, chunks)
-    rest = jnp.moveaxis(results, 0, 1)
-    return jnp.concatenate([y, rest.reshape(batch, -1, *rest.shape[3:])], axis=1)
+    padded = jnp.pad(x, ((0, 0), (empty, 0), (0, 0), (0, 0), (0, 0)))
+    chunks = jnp.moveaxis(padded.reshape(batch, count, chunk, *frame), 1, 0)
+    starts = jnp.where(jnp.arange(count) == 0, empty, -1)
+    _, cache = jax.eval_shape(lambda x: step(x, None, None), x[:, :1])
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), cache)
+    _, results = lax.scan(
+        lambda cache, xs: step(xs[0], cache, xs[1])[::-1], zeros, (chunks, starts)
+    )
+    joined = jnp.moveaxis(results, 0, 1)
+    return joined.reshape(batch, -1, *joined.shape[3:])[:, -frames:]
 
 
-def _chunks(latent_frames: int, chunk: int) -> tuple[int, int]:
-    """Latent frames of the first chunk and of all others; the first takes the remainder."""
+def _chunk(latent_frames: int, chunk: int) -> int:
+    """Latent frames that are run at a time."""
     if chunk != ALL_FRAMES and chunk < 1:
         rule = "latent frames run at a time: a whole number from 1, or -1 for all"
         raise ProblemsFound([Problem(name="chunk", value=chunk, rule=rule, remedy="Use 1")])
-    if chunk == ALL_FRAMES or chunk >= latent_frames:
-        return latent_frames, latent_frames
-    return 1 + (latent_frames - 1) % chunk, chunk
+    return latent_frames if chunk == ALL_FRAMES else min(chunk, latent_frames)
 
 
 def _check_shape(name: str, shape: tuple[int, ...], channels: int) -> None:

@@ -5,9 +5,7 @@ the 2.2 autoencoder pixels are folded into channels around both, and every stage
 resolution has a shortcut without parameters: means on the way down, copies on the way up.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,10 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.models.vae.config import WanVaeConfig
 from maxdiffusion.models.vae.layers import (
+    LONE,
     Cache,
     CausalConv,
+    Chunk,
     FrameConv,
     HalvingConv,
     MidBlock,
@@ -26,7 +26,6 @@ from maxdiffusion.models.vae.layers import (
     Stage,
     with_cache,
 )
-from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 
 def fold(x: Float[Array, "B F Y X C"], patch: int) -> Float[Array, "B F y x O"]:
@@ -117,25 +116,29 @@ class Upsample(nnx.Module):
         self,
         x: Float[Array, "B F Y X C"],
         cache: Array | None,
-        sharding: SpatialSharding = WHOLE,
-    ) -> tuple[Float[Array, "B f y x O"], Array | None]:
+        chunk: Chunk = LONE,
+    ) -> tuple[Float[Array, "B f y x O"], Array | None, Chunk]:
         if self.time_conv is not None:
-            x, cache = self._double_time(partial(self.time_conv, sharding=sharding), x, cache)
-        return self.conv(nearest(x), sharding, stride=1, padding=(1, 1)), cache
+            x, cache, chunk = self._double_time(self.time_conv, x, cache, chunk)
+        return self.conv(nearest(x), chunk.sharding, stride=1, padding=(1, 1)), cache, chunk
 
     def _double_time(
-        self, time_conv: Callable[..., tuple[Array, Array]], x: Array, cache: Array | None
-    ) -> tuple[Array, Array]:
+        self, time_conv: CausalConv, x: Array, cache: Array | None, chunk: Chunk
+    ) -> tuple[Array, Array, Chunk]:
         """Two frames for every frame but the clip's first, and the cache for the next chunk."""
-        if cache is not None:
-            y, cache = time_conv(x, cache)
-            return interleave(y), cache
         # The first frame of the clip goes through as it is, and the rest never see it.
+        doubled = chunk.doubled()
+        if cache is not None:
+            y, cache = time_conv(x, cache, chunk.after_first())
+            pairs = interleave(y)
+            if chunk.start is not None:
+                pairs = doubled.keep_first(jnp.repeat(x, 2, axis=1), pairs)
+            return pairs, cache, doubled
         first, rest = x[:, :1], x[:, 1:]
         if rest.shape[1] == 0:
-            return first, with_cache(rest, None)
-        y, cache = time_conv(rest, None)
-        return jnp.concatenate([first, interleave(y)], axis=1), cache
+            return first, with_cache(rest, None), doubled
+        y, cache = time_conv(rest, None, chunk)
+        return jnp.concatenate([first, interleave(y)], axis=1), cache, doubled
 
 
 class Decoder(nnx.Module):
@@ -167,19 +170,20 @@ class Decoder(nnx.Module):
         self.conv_out = CausalConv((3, 3, 3, dims[-1], config.out_channels), numerics)
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding
+        self, x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk = LONE
     ) -> tuple[Float[Array, "B f y x O"], Cache]:
         """One chunk of latent frames, and the cache for the next one (`None` before the first)."""
+        sharding = chunk.sharding
         cache_in, cache_mid, cache_stages, cache_out = (None,) * 4 if cache is None else cache
-        x, cache_in = self.conv_in(sharding.constrain(x), cache_in, sharding)
-        x, cache_mid = self.mid(sharding.constrain(x), cache_mid, sharding)
+        x, cache_in = self.conv_in(sharding.constrain(x), cache_in, chunk)
+        x, cache_mid = self.mid(sharding.constrain(x), cache_mid, chunk)
         caches = []
         for level, stage in enumerate(self.stages):
             stage_cache = None if cache_stages is None else cache_stages[level]
-            x, stage_cache = stage(x, stage_cache, sharding)
+            x, stage_cache, chunk = stage(x, stage_cache, chunk)
             x = sharding.constrain(x)
             caches.append(stage_cache)
-        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x)), cache_out, sharding)
+        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x)), cache_out, chunk)
         return sharding.constrain(x), (cache_in, cache_mid, tuple(caches), cache_out)
 
 
@@ -210,17 +214,21 @@ class Downsample(nnx.Module):
         self,
         x: Float[Array, "B F Y X C"],
         cache: Array | None,
-        sharding: SpatialSharding = WHOLE,
-    ) -> tuple[Float[Array, "B f y x C"], Array | None]:
+        chunk: Chunk = LONE,
+    ) -> tuple[Float[Array, "B f y x C"], Array | None, Chunk]:
+        sharding = chunk.sharding
         y = self.conv(x, sharding, stride=2, padding=(0, 1))
         if self.time_conv is None:
-            return y, None
-        last = y[:, -1:]
+            return y, None, chunk
+        last, halved = y[:, -1:], chunk.halved()
         if cache is not None:
-            return self.time_conv(jnp.concatenate([cache, y], axis=1), sharding), last
+            z = self.time_conv(jnp.concatenate([cache, y], axis=1), sharding)
+            if chunk.start is not None:
+                z = halved.keep_first(y[:, 1::2], z)
+            return z, last, halved
         # The first frame of the clip goes through as it is; with the next two it makes the second.
         rest = [self.time_conv(y, sharding)] if y.shape[1] > 1 else []
-        return jnp.concatenate([y[:, :1], *rest], axis=1), last
+        return jnp.concatenate([y[:, :1], *rest], axis=1), last, halved
 
 
 class Encoder(nnx.Module):
@@ -251,17 +259,18 @@ class Encoder(nnx.Module):
         self.conv_out = CausalConv((3, 3, 3, dims[-1], 2 * config.z_dim), numerics)
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding
+        self, x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk = LONE
     ) -> tuple[Float[Array, "B f y x O"], Cache]:
         """One chunk of frames, and the cache for the next one (`None` before the first)."""
+        sharding = chunk.sharding
         cache_in, cache_stages, cache_mid, cache_out = (None,) * 4 if cache is None else cache
-        x, cache_in = self.conv_in(sharding.constrain(x), cache_in, sharding)
+        x, cache_in = self.conv_in(sharding.constrain(x), cache_in, chunk)
         caches = []
         for level, stage in enumerate(self.stages):
             stage_cache = None if cache_stages is None else cache_stages[level]
-            x, stage_cache = stage(x, stage_cache, sharding)
+            x, stage_cache, chunk = stage(x, stage_cache, chunk)
             x = sharding.constrain(x)
             caches.append(stage_cache)
-        x, cache_mid = self.mid(x, cache_mid, sharding)
-        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x)), cache_out, sharding)
+        x, cache_mid = self.mid(x, cache_mid, chunk)
+        x, cache_out = self.conv_out(jax.nn.silu(self.norm_out(x)), cache_out, chunk)
         return sharding.constrain(x), (cache_in, tuple(caches), cache_mid, cache_out)

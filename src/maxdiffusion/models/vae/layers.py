@@ -1,13 +1,14 @@
 """Layers of the causal VAE over [B F Y X C]: convolutions, norm, residual block, frame attention.
 
 A clip is run in chunks of frames. A layer with a receptive field in time returns its result and the
-last input frames (its *cache*), and takes the cache with the next chunk. The cache of the first
-chunk is `None`, which stands for zeros.
+last input frames (its *cache*), and takes the cache with the next chunk. There are two ways to run
+the first chunk, which has fewer frames than the others: by itself, with `None` for the caches, or
+filled up with empty frames in front and with zeros for the caches, so that all chunks are alike.
 """
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from maxdiffusion.models.vae.conv_impl import convolve_frames, convolve_time
+from maxdiffusion.models.vae.conv_impl import convolve_time
 from maxdiffusion.models.vae.sharding import WHOLE, Padding, SpatialSharding
 
 KERNEL_DIMS = ("time", "height", "width", "channels_in", "channels_out")
@@ -31,6 +32,56 @@ class Numerics:
     dtype: DTypeLike
     param_dtype: DTypeLike
     rngs: nnx.Rngs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunk:
+    """Frames that are run at once: their sharding, and where among them the clip starts.
+
+    Frames before `start` are empty: their values are of no use, and convolutions take them as
+    zeros. It is -1 where an earlier chunk has the clip's first frame; None where no chunk has empty
+    frames.
+    """
+
+    sharding: SpatialSharding = WHOLE
+    start: Int[Array, ""] | None = None
+
+    def doubled(self) -> "Chunk":
+        """Returns the chunk with two frames for every frame but the clip's first.
+
+        That frame is the second of its pair, and the first of the pair is empty.
+        """
+        return self if self.start is None else replace(self, start=2 * self.start + 1)
+
+    def halved(self) -> "Chunk":
+        """Returns the chunk with one frame for two; the clip's first is the second of its pair."""
+        return self if self.start is None else replace(self, start=(self.start - 1) // 2)
+
+    def after_first(self) -> "Chunk":
+        """Returns the chunk with the clip's first frame empty too."""
+        return self if self.start is None else replace(self, start=self.start + 1)
+
+    def clear(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
+        """Returns the frames with zeros for the empty ones."""
+        if self.start is None:
+            return x
+        empty = _of_frames(jnp.arange(x.shape[1]) < self.start, x)
+        return jnp.where(empty, jnp.zeros_like(x), x)
+
+    def keep_first(
+        self, kept: Float[Array, "B F Y X C"], other: Float[Array, "B F Y X C"]
+    ) -> Float[Array, "B F Y X C"]:
+        """Returns the clip's first frame from `kept` and all others from `other`."""
+        assert self.start is not None
+        return jnp.where(_of_frames(jnp.arange(kept.shape[1]) == self.start, kept), kept, other)
+
+
+def _of_frames(flags: Bool[Array, " F"], x: Float[Array, "B F Y X C"]) -> Bool[Array, "B F Y X C"]:
+    """Returns a flag of every frame for all values of the frame."""
+    return jnp.broadcast_to(flags[:, None, None, None], x.shape)
+
+
+LONE = Chunk()
 
 
 class ConvParams(nnx.Module):
@@ -73,9 +124,7 @@ class FrameConv(ConvParams):
         kernel, bias = self.weights()
 
         def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
-            if stride == 1:
-                return convolve_time(x, kernel[None], step=1, padding=zeros)
-            return convolve_frames(x, kernel, stride=stride, padding=zeros)
+            return convolve_time(x, kernel[None], step=1, stride=stride, padding=zeros)
 
         y = sharding.by_piece(convolve, x, kernel, (padding, padding))
         return y + jnp.broadcast_to(bias, y.shape)
@@ -88,10 +137,11 @@ class CausalConv(ConvParams):
         self,
         x: Float[Array, "B F Y X C"],
         cache: Float[Array, "B cached Y X C"] | None,
-        sharding: SpatialSharding = WHOLE,
+        chunk: Chunk = LONE,
     ) -> tuple[Float[Array, "B F Y X O"], Float[Array, "B cached Y X C"]]:
         """As many frames as given, and the cache for the next chunk."""
         kernel, bias = self.weights()
+        sharding, x = chunk.sharding, chunk.clear(x)
         window = with_cache(x, cache)
         if cache is None and x.shape[1] == 1:
             # All before a single frame is zero: only the last tap in time has something to see.
@@ -173,12 +223,30 @@ class ResidualBlock(nnx.Module):
         )
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding = WHOLE
+        self, x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk = LONE
     ) -> tuple[Float[Array, "B F Y X O"], Cache]:
         cache1, cache2 = (None, None) if cache is None else cache
-        y, cache1 = self.conv1(jax.nn.silu(self.norm1(x)), cache1, sharding)
-        y, cache2 = self.conv2(jax.nn.silu(self.norm2(y)), cache2, sharding)
+        y, cache1 = self.conv1(jax.nn.silu(self.norm1(x)), cache1, chunk)
+        y, cache2 = self.conv2(jax.nn.silu(self.norm2(y)), cache2, chunk)
         return y + (x if self.shortcut is None else self.shortcut(x)), (cache1, cache2)
+
+
+def run_equal(
+    blocks: Sequence[ResidualBlock], x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk
+) -> tuple[Float[Array, "B F Y X C"], Cache]:
+    """Runs blocks of equal widths one after the other; the compiler sees one of them.
+
+    Their caches are stacked, in front of the batch.
+    """
+    graph = nnx.graphdef(blocks[0])
+    weights = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(nnx.state, blocks))
+
+    def run(x: Array, of_block: tuple[nnx.State, Cache]) -> tuple[Array, Cache]:
+        state, cache = of_block
+        y, cache = nnx.merge(graph, state)(x, cache, chunk)
+        return jax.tree.map(chunk.sharding.constrain, (y, cache))
+
+    return lax.scan(run, x, (weights, cache))
 
 
 class FrameAttention(nnx.Module):
@@ -208,15 +276,17 @@ class MidBlock(nnx.Module):
         self.after = ResidualBlock(dim, dim, numerics)
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding
+        self, x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk
     ) -> tuple[Float[Array, "B F Y X C"], Cache]:
         before, after = (None, None) if cache is None else cache
-        x, before = self.before(x, before, sharding)
-        x = self.attention(sharding.constrain(x), sharding)
-        x, after = self.after(x, after, sharding)
-        return sharding.constrain(x), (before, after)
+        x, before = self.before(x, before, chunk)
+        x = self.attention(chunk.sharding.constrain(x), chunk.sharding)
+        x, after = self.after(x, after, chunk)
+        return chunk.sharding.constrain(x), (before, after)
 
 
+# resample(x, cache, chunk) -> frames of the next resolution, cache for the next chunk, their chunk
+Resample = Callable[[Array, Cache, Chunk], tuple[Array, Cache, Chunk]]
 # shortcut(x, is_first_chunk) -> what is added to the result of a stage
 Shortcut = Callable[[Array, bool], Array]
 
@@ -233,7 +303,7 @@ class Stage(nnx.Module):
         numerics: Numerics,
         *,
         blocks: int,
-        resample: Callable[[Array, Cache, SpatialSharding], tuple[Array, Cache]] | None,
+        resample: Resample | None,
         shortcut: Shortcut | None = None,
     ):
         widths = (dims[0], *(dims[1],) * blocks)
@@ -244,17 +314,20 @@ class Stage(nnx.Module):
         self.shortcut = shortcut
 
     def __call__(
-        self, x: Float[Array, "B F Y X C"], cache: Cache, sharding: SpatialSharding = WHOLE
-    ) -> tuple[Float[Array, "B f y x O"], Cache]:
-        skipped = None if self.shortcut is None else self.shortcut(x, cache is None)
-        layers: list[Any] = (
-            [*self.resnets] if self.resample is None else [*self.resnets, self.resample]
-        )
-        caches = []
-        for index, layer in enumerate(layers):
-            x, layer_cache = layer(x, None if cache is None else cache[index], sharding)
-            caches.append(layer_cache)
-        return (x if skipped is None else x + sharding.constrain(skipped)), tuple(caches)
+        self, x: Float[Array, "B F Y X C"], cache: Cache, chunk: Chunk = LONE
+    ) -> tuple[Float[Array, "B f y x O"], Cache, Chunk]:
+        """The frames after the stage, the cache for the next chunk, and the chunk of the result."""
+        skipped = None if self.shortcut is None else self.shortcut(chunk.clear(x), cache is None)
+        widening, equal, resampling = (None,) * 3 if cache is None else cache
+        blocks = [*self.resnets]
+        if blocks[0].shortcut is not None:
+            x, widening = blocks.pop(0)(x, widening, chunk)
+        if blocks:
+            x, equal = run_equal(blocks, x, equal, chunk)
+        if self.resample is not None:
+            x, resampling, chunk = self.resample(x, resampling, chunk)
+        x = x if skipped is None else x + chunk.sharding.constrain(skipped)
+        return x, (widening, equal, resampling), chunk
 
 
 def attend_frame_by_frame(

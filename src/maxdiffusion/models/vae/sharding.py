@@ -72,13 +72,14 @@ class SpatialSharding:
         batch = self.mesh.shape["batch"]
         return SpatialSharding.over(devices, self.asked, batch=batch, height=height, width=width)
 
-    def constrain(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
-        """Returns the frames, each cut into its pieces."""
+    def constrain(self, x: Float[Array, "*dims B F Y X C"]) -> Float[Array, "*dims B F Y X C"]:
+        """Returns the frames, each cut into its pieces; caches may be stacked along layers."""
         if self.mesh is None or self.mesh.size == 1:
             return x
-        if x.shape[2] % self.rows or x.shape[3] % self.columns:
-            raise ProblemsFound([self._does_not_fit(x.shape[2], x.shape[3])])
-        return self._place(x, PIECES)
+        height, width = x.shape[-3:-1]
+        if height % self.rows or width % self.columns:
+            raise ProblemsFound([self._does_not_fit(height, width)])
+        return self._place(x, PartitionSpec(*(None,) * (x.ndim - 5), *PIECES))
 
     def gather(self, x: Float[Array, "B F Y X C"]) -> Float[Array, "B F Y X C"]:
         """Returns the frames, each whole on every device."""
