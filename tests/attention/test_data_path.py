@@ -23,10 +23,8 @@ from maxdiffusion.models.wan.layers import FLOAT32
 from tests.attention.cases import mesh_of
 
 PACKAGE = str(Path(maxdiffusion.__file__).parent)
-# Two frames and one file are those of the gradient, which a scheme has for all its calls at once.
-ABOVE_KERNELS_FRAMES, ABOVE_KERNELS_FILES = 9, 6
-# One frame is shared by the output alone and the output with its log-sum.
-KERNEL_FRAMES, KERNEL_FILES = 6, 3
+ABOVE_KERNELS_FRAMES, ABOVE_KERNELS_FILES = 8, 6
+KERNEL_FRAMES, KERNEL_FILES = 4, 3
 TOKENS, TEXT, HEADS, HEAD_DIM = 64, 16, 2, 128
 CONFIG = WanTransformerConfig(layers=1, heads=HEADS, head_dim=HEAD_DIM, ffn_dim=32)
 

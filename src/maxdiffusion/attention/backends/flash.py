@@ -12,7 +12,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ from maxdiffusion.kernels.flash.fixed_m import KEYS_BITS
 from maxdiffusion.kernels.flash.vmem import vmem_bytes
 from maxdiffusion.kernels.reference import Partials
 from maxdiffusion.kernels.tpu import LANES, MIB, SEARCHED, BlockSizes, chip_of
+
+if TYPE_CHECKING:
+    from maxdiffusion.kernels.flash.resident import ResidentPlan
 
 Arrays = TypeVar("Arrays")
 FP8_QUERIES_AT_ONCE = 256
@@ -89,6 +92,11 @@ class FlashBackend(AttentionBackend[FlashStats]):
     ) -> Queries:
         """Returns attention over all keys."""
         q, k, v = forward_only((q, k, v))
+        resident = self._resident_keys(k, kv_mask)
+        if resident is not None:
+            from maxdiffusion.kernels.flash.resident import resident_attention
+
+            return resident_attention(q, k, v, kv_len=resident, options=self.kernel_options)
         return flash.flash_attention(q, k, v, **self._call(q, k, kv_mask, stats))
 
     def partials(
@@ -266,6 +274,26 @@ class FlashBackend(AttentionBackend[FlashStats]):
         return f"flash {self.softmax.value}"
 
     @property
+    def keeps_keys(self) -> bool:
+        """True if a call without a mask keeps all keys in VMEM (`kernels/flash/resident`)."""
+        plain = self.softmax is Softmax.ONLINE and self.precision is Precision.NATIVE
+        return plain and self.problem.num_kv_shards == 1 and self._shapes()[0].keys_stay
+
+    def _resident_keys(self, k: PreparedKeys, kv_mask: LocalKVMask) -> int | None:
+        """Returns the number of keys of a call if they all stay in VMEM."""
+        if not self.keeps_keys or kv_mask.mask is not None:
+            return None
+        if kv_mask.length is None:
+            return k.shape[1]
+        return kv_mask.length if isinstance(kv_mask.length, int) else None
+
+    def _resident_plan(self) -> "ResidentPlan":
+        from maxdiffusion.kernels.flash.resident import ResidentPlan
+
+        shape = self._shapes()[0]
+        return ResidentPlan(shape=shape, kv_len=shape.kv_len, options=self.kernel_options)
+
+    @property
     def blocks(self) -> BlockSizes:
         """Block sizes: the user's, completed from the tuned table and cut to the chip."""
         return _fitting_blocks(self)
@@ -273,6 +301,9 @@ class FlashBackend(AttentionBackend[FlashStats]):
     @property
     def tile(self) -> Tile:
         """The tile of a grid step, whose queries may be split further."""
+        if self.keeps_keys:
+            block_q = self._resident_plan().block_q
+            return Tile(block_q=block_q, block_kv=self.problem.kv_len, q_tile=block_q)
         blocks = self.blocks
         return Tile(
             block_q=blocks.block_q,
@@ -355,6 +386,13 @@ class FlashBackend(AttentionBackend[FlashStats]):
     def details(self) -> Sequence[str]:
         """Returns block sizes, exponent, scheduler, VMEM, and what is lossy or forced."""
         blocks, options = self.blocks, self.kernel_options
+        if self.keeps_keys:
+            plan = self._resident_plan()
+            return [
+                f"all keys in VMEM, blocks of {plan.block_q} queries (its own; a mask needs "
+                f"q {blocks.block_q}, kv {blocks.block_kv}); exponent {options.exponent.value}, "
+                f"VMEM {plan.vmem_bytes / MIB:.1f} MiB"
+            ]
         need = max(vmem_bytes(plan) for plan in self.kernel_plans(blocks))
         lines = [
             f"blocks: q {blocks.block_q}, kv {blocks.block_kv}/{blocks.block_kv_compute}/"

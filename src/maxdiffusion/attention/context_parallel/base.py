@@ -14,6 +14,7 @@ import abc
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import jax
@@ -218,6 +219,13 @@ class Result(enum.Enum):
     OUTPUT_AND_LOG_SUM = "output and log-sum"
 
 
+class Ran(NamedTuple):
+    """The results of all groups of queries, and the keys as the kernels saw them."""
+
+    results: tuple[Any, ...]
+    k: PreparedKeys
+
+
 class KernelScheme(ContextParallel):
     """Base of the schemes that call kernels: one gradient for all groups of queries at once."""
 
@@ -231,10 +239,15 @@ class KernelScheme(ContextParallel):
         self, queries: Sequence[Queries], k: Keys, v: Keys, *, kv_mask: KVMask, backend: AnyBackend
     ) -> list[Queries]:
         """Returns the attention of several groups of queries over the same keys."""
-        if not backend.has_shard_gradients:
-            kind = Result.OUTPUT
-            return self.run(queries, k, v, kv_mask=kv_mask, backend=backend, result=kind)[1]
-        return [*self._differentiable(backend, kv_mask)(tuple(queries), k, v, kv_mask.mask)]
+        mask, lengths = kv_mask.mask, kv_mask.with_mask(None)
+        run: Callable[..., Ran] = partial(
+            self.run, lengths=lengths, backend=backend, result=Result.OUTPUT
+        )
+        if backend.has_shard_gradients:
+            # `run` itself, not a function around it: the way to a kernel stays short.
+            run = jax.custom_vjp(run)
+            run.defvjp(*self._gradient(lengths, backend))  # type: ignore[attr-defined]
+        return [*run(tuple(queries), k, v, mask).results]
 
     @abc.abstractmethod
     def run(
@@ -242,12 +255,13 @@ class KernelScheme(ContextParallel):
         queries: Sequence[Queries],
         k: Keys,
         v: Keys,
+        mask: Mask | None,
         *,
-        kv_mask: KVMask,
+        lengths: KVMask,
         backend: AnyBackend,
         result: Result,
-    ) -> tuple[PreparedKeys, list[Any]]:
-        """Returns the keys of the kernel calls, and the result of each group of queries.
+    ) -> Ran:
+        """Returns the result of each group of queries; `mask` belongs to the keys of `lengths`.
 
         Prepared keys may differ from `k` by a vector that all keys share. It moves every score of
         a row alike, so that the gradients of q and of `k` are those for the prepared keys.
@@ -265,28 +279,29 @@ class KernelScheme(ContextParallel):
     ) -> Gradients:
         """Returns the gradients of the queries of each group, and of this device's k and v."""
 
-    def _differentiable(
-        self, backend: AnyBackend, kv_mask: KVMask
-    ) -> Callable[[tuple[Queries, ...], Keys, Keys, Mask | None], tuple[Queries, ...]]:
-        """Returns the attention of groups of queries as one function with its own gradient."""
+    def _gradient(
+        self, lengths: KVMask, backend: AnyBackend
+    ) -> tuple[Callable[..., tuple[Ran, Saved]], Callable[..., tuple[Any, ...]]]:
+        """Returns the forward and the backward function of `run`."""
 
         def forward(
             queries: tuple[Queries, ...], k: Keys, v: Keys, mask: Mask | None
-        ) -> tuple[tuple[Queries, ...], Saved]:
-            keys, kind = kv_mask.with_mask(mask), Result.OUTPUT_AND_LOG_SUM
-            prepared, results = self.run(queries, k, v, kv_mask=keys, backend=backend, result=kind)
-            outs = tuple(checkpoint_name(out, ATTENTION_OUT) for out, _ in results)
-            log_sums = tuple(checkpoint_name(rows, ATTENTION_LOG_SUM) for _, rows in results)
-            return outs, Saved(queries, prepared, v, mask, outs, log_sums)
+        ) -> tuple[Ran, Saved]:
+            kind = Result.OUTPUT_AND_LOG_SUM
+            ran = self.run(queries, k, v, mask, lengths=lengths, backend=backend, result=kind)
+            outs = tuple(checkpoint_name(out, ATTENTION_OUT) for out, _ in ran.results)
+            log_sums = tuple(checkpoint_name(rows, ATTENTION_LOG_SUM) for _, rows in ran.results)
+            return Ran(outs, ran.k), Saved(queries, ran.k, v, mask, outs, log_sums)
 
-        def backward(
-            saved: Saved, d_outs: tuple[Queries, ...]
-        ) -> tuple[tuple[Queries, ...], Keys, Keys, None]:
+        def backward(saved: Saved, gradient: Ran) -> tuple[tuple[Queries, ...], Keys, Keys, None]:
+            # Prepared keys are returned for this function alone: they have no gradient.
             groups = [
                 output_gradient(*group)
-                for group in zip(saved.queries, saved.outs, saved.log_sums, d_outs, strict=True)
+                for group in zip(
+                    saved.queries, saved.outs, saved.log_sums, gradient.results, strict=True
+                )
             ]
-            keys = kv_mask.with_mask(saved.mask)
+            keys = lengths.with_mask(saved.mask)
             d_queries, d_k, d_v = self.gradients(
                 groups, saved.k, saved.v, kv_mask=keys, backend=backend
             )
@@ -294,15 +309,7 @@ class KernelScheme(ContextParallel):
             d_queries = [d_q.astype(dtype) for d_q in d_queries]
             return tuple(d_queries), d_k.astype(dtype), d_v.astype(dtype), None
 
-        @jax.custom_vjp
-        def attend(
-            queries: tuple[Queries, ...], k: Keys, v: Keys, mask: Mask | None
-        ) -> tuple[Queries, ...]:
-            keys, kind = kv_mask.with_mask(mask), Result.OUTPUT
-            return tuple(self.run(queries, k, v, kv_mask=keys, backend=backend, result=kind)[1])
-
-        attend.defvjp(forward, backward)
-        return attend
+        return forward, backward
 
 
 def output_gradient(q: Queries, out: Queries, log_sum: LogSum, d_out: Queries) -> OutputGradient:
@@ -346,23 +353,24 @@ class LocalKV(KernelScheme):
         queries: Sequence[Queries],
         k: Keys,
         v: Keys,
+        mask: Mask | None,
         *,
-        kv_mask: KVMask,
+        lengths: KVMask,
         backend: AnyBackend,
         result: Result,
-    ) -> tuple[PreparedKeys, list[Any]]:
-        """Returns the keys and the result of each group, with one call of the backend each."""
-        mask = kv_mask.whole()
+    ) -> Ran:
+        """Returns the result of each group, with one call of the backend each."""
+        keys = lengths.with_mask(mask).whole()
         results: list[Any] = []
         with jax.named_scope("kernel"):
-            k, kv_stats = backend.preprocess_kv(k, v, mask, LocalReducer())
+            k, kv_stats = backend.preprocess_kv(k, v, keys, LocalReducer())
             for q in queries:
                 stats = backend.preprocess_q(q, kv_stats)
                 if result is Result.OUTPUT:
-                    results.append(backend.attend(q, k, v, mask, stats))
+                    results.append(backend.attend(q, k, v, keys, stats))
                 else:
-                    results.append(backend.finalize_with_log_sum(q, k, v, mask, stats, None))
-        return k, results
+                    results.append(backend.finalize_with_log_sum(q, k, v, keys, stats, None))
+        return Ran(tuple(results), k)
 
     def gradients(
         self,

@@ -16,7 +16,7 @@ each of R - 1 hops.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 import jax
 from jaxtyping import Array, Bool, Int
@@ -27,7 +27,9 @@ from maxdiffusion.attention.context_parallel.base import (
     Collective,
     Gradients,
     KernelScheme,
+    Mask,
     OutputGradient,
+    Ran,
     Result,
     SplitKV,
 )
@@ -55,12 +57,14 @@ class BidirectionalRing(SplitKV, KernelScheme):
         queries: Sequence[Queries],
         k: Keys,
         v: Keys,
+        mask: Mask | None,
         *,
-        kv_mask: KVMask,
+        lengths: KVMask,
         backend: AnyBackend,
         result: Result,
-    ) -> tuple[PreparedKeys, list[Any]]:
-        """Returns the keys and the result of each group of queries."""
+    ) -> Ran:
+        """Returns the result of each group of queries."""
+        kv_mask = lengths.with_mask(mask)
         here = jax.lax.axis_index(self.axes)
         local = kv_mask.shard(here, self.degree)
         with jax.named_scope("kernel"):
@@ -100,8 +104,8 @@ class BidirectionalRing(SplitKV, KernelScheme):
             up, down = next_up, next_down
         outs = [output(total, q.dtype) for q, total in zip(queries, carry, strict=True)]
         if result is Result.OUTPUT:
-            return k, outs
-        return k, [*zip(outs, map(backend.log_sum, carry), strict=True)]
+            return Ran(tuple(outs), k)
+        return Ran(tuple(zip(outs, map(backend.log_sum, carry), strict=True)), k)
 
     def gradients(
         self,

@@ -25,7 +25,9 @@ from maxdiffusion.attention.context_parallel.base import (
     Collective,
     Gradients,
     KernelScheme,
+    Mask,
     OutputGradient,
+    Ran,
     Result,
     SplitKV,
     local_gradients,
@@ -104,17 +106,18 @@ class Ring(SplitKV, KernelScheme):
         queries: Sequence[Queries],
         k: Keys,
         v: Keys,
+        mask: Mask | None,
         *,
-        kv_mask: KVMask,
+        lengths: KVMask,
         backend: AnyBackend,
         result: Result,
-    ) -> tuple[PreparedKeys, list[Any]]:
-        """Returns the keys and the result of each group; every group has a call in every hop.
+    ) -> Ran:
+        """Returns the result of each group; every group has a call in every hop.
 
         The first group has the first call and the last one, so others may arrive late and leave
         early.
         """
-        output_only = result is Result.OUTPUT
+        kv_mask, output_only = lengths.with_mask(mask), result is Result.OUTPUT
         finalize = backend.finalize if output_only else backend.finalize_with_log_sum
         here = kv_mask.shard(self.source(0), self.degree)
         with jax.named_scope("kernel"):
@@ -122,15 +125,15 @@ class Ring(SplitKV, KernelScheme):
             stats = [backend.preprocess_q(q, kv_stats) for q in queries]
         groups = range(len(queries))
         results: list[Any] = [None] * len(queries)
-        for hop, (k_hop, v_hop, mask) in enumerate(self.shards(k, v, kv_mask)):
+        for hop, (k_hop, v_hop, arrived) in enumerate(self.shards(k, v, kv_mask)):
             last = hop == self.degree - 1
             call: Callable[..., Any] = finalize if last else backend.accumulate
             for group in reversed(groups) if last else groups:
                 with jax.named_scope("kernel"):
                     results[group] = call(
-                        queries[group], k_hop, v_hop, mask, stats[group], results[group]
+                        queries[group], k_hop, v_hop, arrived, stats[group], results[group]
                     )
-        return k, results
+        return Ran(tuple(results), k)
 
     def gradients(
         self,

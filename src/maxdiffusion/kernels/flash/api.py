@@ -338,8 +338,9 @@ def flash_attention(
     their packed split.
     """
     given = (kv_len, kv_mask, bounds, before, key_scale)
-    (out,) = _attention((q, k, v), given, blocks=blocks, options=options, log_sum=False)
-    return out
+    plan, inputs = _prepared((q, k, v), given, blocks=blocks, options=options, log_sum=False)
+    (out,) = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
+    return from_kernel(plan, out)
 
 
 def flash_attention_with_log_sum(
@@ -360,19 +361,20 @@ def flash_attention_with_log_sum(
     smoothed here, and the log-sum is that of smoothed keys. Without keys it is -inf.
     """
     given = (kv_len, kv_mask, bounds, before, None)
-    out, log_sum = _attention((q, k, v), given, blocks=blocks, options=options, log_sum=True)
-    return out, log_sum[:, :, 0].transpose(0, 2, 1)
+    plan, inputs = _prepared((q, k, v), given, blocks=blocks, options=options, log_sum=True)
+    out, log_sum = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
+    return from_kernel(plan, out), log_sum[:, :, 0].transpose(0, 2, 1)
 
 
-def _attention(
+def _prepared(
     qkv: tuple[Array, Array, Array],
     given: tuple[Any, Any, FixedMBounds | None, Partials | None, Any],
     *,
     blocks: BlockSizes,
     options: FlashOptions,
     log_sum: bool,
-) -> list[Array]:
-    """Returns the output and, if asked for, the log-sums [B, N, 1, S]."""
+) -> tuple[KernelPlan, KernelInputs]:
+    """Returns the plan and the arrays of a call over all keys, or the last of them."""
     q, k, v = qkv
     kv_len, kv_mask, bounds, before, key_scale = given
     _refuse_stray_bounds(options, bounds)
@@ -392,9 +394,7 @@ def _attention(
     if plan.fp8 and key_scale is None:
         attended = attended_keys(kv_len, kv_mask, k.shape[1])
         k, key_scale = fp8_keys(k, attended, interpret=options.interpret)
-    inputs = kernel_inputs(plan, (q, k, v), kv_len, kv_mask, bounds, before, key_scale)
-    out, *rest = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)
-    return [from_kernel(plan, out), *rest]
+    return plan, kernel_inputs(plan, (q, k, v), kv_len, kv_mask, bounds, before, key_scale)
 
 
 def flash_attention_partials(

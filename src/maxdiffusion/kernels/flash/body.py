@@ -57,7 +57,7 @@ def _run(work: Work) -> None:
 def _start(step: Step) -> None:
     for head in step.heads:
         _start_queries(step, head)
-        _start_state(step, head)
+        _start_state(step, head, _sample(step, head))
 
 
 def _start_queries(step: Step, head: int) -> None:
@@ -80,9 +80,9 @@ def _start_queries(step: Step, head: int) -> None:
         step.refs.qt[head] = qt.astype(plan.dtype)
 
 
-def _start_state(step: Step, head: int) -> None:
+def _start_state(step: Step, head: int, shift: Array) -> None:
     """Begins with nothing, or with the sums over the keys of earlier calls."""
-    state, shift = step.refs.state, _sample(step, head)
+    state = step.refs.state
     if step.plan.carried:
         m_acc = _carried(step, head)
         shift = jnp.maximum(shift, m_acc)

@@ -135,7 +135,7 @@ class FlashShape:
 
     @property
     def keys_stay(self) -> bool:
-        """Whether all keys can stay in VMEM: few, in bfloat16, heads of whole lanes."""
+        """True if all keys can stay in VMEM: few, in bfloat16, heads of whole lanes."""
         few = self.kv_len <= MOST_RESIDENT_KEYS
         return few and self.dtype == "bfloat16" and self.head_dim % LANES == 0
 

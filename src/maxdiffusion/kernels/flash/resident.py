@@ -83,7 +83,7 @@ class ResidentPlan:
 
 
 class Scratch(NamedTuple):
-    """What stays in VMEM: keys and values of a head, and two tiles between each two stages."""
+    """Arrays in VMEM: keys and values of a head, and two tiles between each two stages."""
 
     keys: Ref  # [T, H], scaled
     values: Ref  # [H + ROWS, T]; rows of ones below

@@ -268,22 +268,19 @@ def masked_tile(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
     width = largest_divisor(blocks.block_q, MASKED_TILE, LANES)
     height = largest_divisor(blocks.block_kv, MASKED_TILE, LANES)
     keys = jnp.minimum(step.limit - step.first_key, blocks.block_kv)
-
-    def add_queries(head: int, index: Array) -> None:
-        columns = pl.ds(pl.multiple_of(index * width, LANES), width)
-        add = functools.partial(_add_masked, step, head, height, columns, maximum)
-        pl.loop(0, pl.cdiv(keys, height))(add)
-
+    parts = jnp.maximum(1, pl.cdiv(keys, height))
     for head in heads:
-        pl.loop(0, blocks.block_q // width)(functools.partial(add_queries, head))
+        add = functools.partial(_add_masked, step, head, (height, width), parts, maximum)
+        pl.loop(0, blocks.block_q // width * parts)(add)
 
 
 def _add_masked(
-    step: Step, head: int, height: int, columns: Any, maximum: Maximum, part: Array
+    step: Step, head: int, tile: tuple[int, int], parts: Array, maximum: Maximum, index: Array
 ) -> None:
-    """Adds `height` keys, those with number `part`, to the state of some queries."""
-    state = step.refs.state
-    start = pl.multiple_of(part * height, LANES)
+    """Adds one tile of keys to the state of a tile of queries, which has `parts` of them."""
+    state, (height, width) = step.refs.state, tile
+    columns = pl.ds(pl.multiple_of(lax.div(index, parts) * width, LANES), width)
+    start = pl.multiple_of(lax.rem(index, parts) * height, LANES)
     rows = pl.ds(start, height)
     attended = step.attended(start, height)
     products = step.dot_qk(step.keys(head, rows), step.refs.qt[head, :, columns])
