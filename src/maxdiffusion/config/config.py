@@ -20,6 +20,7 @@ from maxdiffusion.config.job_fields import (
     TrainingImageFields,
     TrainingLoraFields,
     TrainingWatchFields,
+    TrainingMemoryFields,
 )
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,
@@ -78,6 +79,7 @@ class Config(
     TrainingImageFields,
     TrainingLoraFields,
     TrainingWatchFields,
+    TrainingMemoryFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

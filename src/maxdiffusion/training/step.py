@@ -6,7 +6,7 @@
 of models that are trained in part (LoRA) are a third input.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
@@ -21,7 +21,12 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from maxdiffusion.models.abstract import AbstractModel, Values, master, register_tree
 from maxdiffusion.training.memory.moments import MomentsFormat, pack_moments, unpack_moments
-from maxdiffusion.training.memory.placement import StatePlacement, state_shardings
+from maxdiffusion.training.memory.placement import (
+    HOST,
+    StatePlacement,
+    in_memory,
+    state_shardings,
+)
 
 ROUNDING_STREAM = 7  # of a step's PRNG key; a loss uses the first ones
 
@@ -172,6 +177,30 @@ def first_state(
     shardings = state_shardings(jax.eval_shape(start, masters), masters, mesh, where)
     with jax.set_mesh(mesh):
         return jax.jit(start, out_shardings=shardings)(masters)
+
+
+def first_state_of_each(
+    parts: Iterable[tuple[str, Values]],
+    optimiser: Optimiser,
+    *,
+    seed: int,
+    mesh: Mesh,
+    placement: StatePlacement,
+) -> TrainState:
+    """Returns the state before the first step of models that are loaded one after the other.
+
+    Where experts take turns, each moves to host memory before the next one is loaded.
+    """
+    state: TrainState | None = None
+    for name, values in parts:
+        settings: dict[str, Any] = {"seed": seed, "mesh": mesh, "placement": placement}
+        part = first_state({name: values}, optimiser, **settings)
+        others = split_state(part, ())[1]
+        if placement.parks:
+            others = in_memory(others, HOST)
+        state = join_state(part if state is None else state, others)
+    assert state is not None, "a training has a model"
+    return state
 
 
 def abstract_state(

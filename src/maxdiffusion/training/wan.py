@@ -267,6 +267,16 @@ class WanTraining:
         """Returns the sharding of every array of a state while it is trained."""
         return state_shardings(state, state.values, self.mesh, self.placement)
 
+    def on_device(self, means: Mapping[str, Values]) -> dict[str, Values]:
+        """Returns running means in the shardings of their parameters, in device memory."""
+        return {
+            name: {
+                path: jax.device_put(value, self.models[name].shardings(self.mesh)[path])
+                for path, value in part.items()
+            }
+            for name, part in means.items()
+        }
+
 
 Home = Callable[[TrainState], TrainState]
 
