@@ -12,7 +12,7 @@ no second forward pass.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
@@ -131,36 +131,93 @@ def _reason(found: Sequence[Choice], names: Sequence[str]) -> str:
     return f"{explain(found)} Of the names with a gradient: {', '.join(names)}; forward pass alone."
 
 
+CLIP_TOKENS, PAIRS, LAYERS = 75_600, 10, 40
+TILE = 1024  # queries, and keys
+TOKAMAX_BACKWARD = 5397 + 327
+"""Cycles of a tile and of its grid step; jax's kernels take 8,997 in two kernels."""
+CALIBRATION_CHIP = CHIPS["tpu7x"]
+# XLA's cycles of our step outside of kernels, and seconds of its exposed collectives, as compiled
+# for the published work on tpu7x:2x4x4 (docs/training.md) with libtpu 0.0.42.
+OUTSIDE_CYCLES, EXPOSED_SECONDS = 7.373e9, 1.276
+
+
 @dataclass(frozen=True, kw_only=True)
-class PublishedTraining:
-    """A measured training step of the public maxdiffusion, and the prediction for the same work.
+class TrainingStep:
+    """A training step of the published work; kernels as cycles of a tile of 1024 x 1024.
 
     The work: WAN 2.2 T2V A14B, one expert a step, 1280x720, 81 frames (75,600 tokens), bfloat16
-    activations, one clip for every four devices of a tpu7x. The pull requests state the seconds,
-    TFLOP/s and MFU; sizes and batch follow from 384.12 x 13.57 = 5,212 TFLOP a device, 0.27 of the
-    19,563 of a clip, and from the WAN 2.1 recipe of the same project (0.25 clips a device).
+    activations, 16 clips on 64 devices. The pull requests state seconds, TFLOP/s and MFU; sizes and
+    batch follow from 384.12 x 13.57 = 5,212 TFLOP a device, 0.27 of the 19,563 of a clip, and from
+    the WAN 2.1 recipe of the same project, which has 0.25 clips a device. `measured` is None for a
+    step of ours.
     """
 
     name: str
     source: str
-    measured: float
-    predicted: float
-    program: str
+    forward: float
+    backward: float
+    forward_passes: int
+    measured: float | None
 
-    @property
-    def error(self) -> float:
-        """Returns the relative error of the prediction."""
-        return self.predicted / self.measured - 1.0
+    def predicted(self, chip: Chip) -> float:
+        """Returns the seconds at the clock of a chip."""
+        tiles = LAYERS * PAIRS * (CLIP_TOKENS / TILE) ** 2
+        kernels = tiles * (self.forward_passes * self.forward + self.backward)
+        return chip.seconds(kernels + OUTSIDE_CYCLES) + EXPOSED_SECONDS
 
-
-def at_clock(seconds: float, exposed: float, chip: Chip) -> float:
-    """Returns the seconds of a step at the clock of a chip, given those at the stated peak's.
-
-    Collectives do not depend on the clock.
-    """
-    return (seconds - exposed) / chip.clock_share + exposed
+    def error(self, chip: Chip) -> float | None:
+        """Returns the relative error of the prediction; None for a step that was not measured."""
+        return None if self.measured is None else self.predicted(chip) / self.measured - 1.0
 
 
-def unpinned(chip: Chip) -> Chip:
-    """Returns the chip at the clock that a job gets under power management, where it is known."""
-    return chip.unpinned() or replace(chip)
+def _bound(shallow: int, deep: int) -> float:
+    """Returns the least cycles of a tile with heads of 128: products of that depth, and others."""
+    full = 2.0 * TILE * TILE * 128 / CALIBRATION_CHIP.flops_per_cycle
+    return full * (shallow * CALIBRATION_CHIP.mxu_depth / 128 + deep)
+
+
+OURS = TrainingStep(
+    name="our kernels at 97 % and 90 % of their bounds, attention saved",
+    source="issue 12",
+    forward=_bound(1, 1) / 0.97,
+    backward=_bound(2, 3) / 0.90,
+    forward_passes=1,
+    measured=None,
+)
+TRAINING_STEPS: Sequence[TrainingStep] = (
+    TrainingStep(
+        name="jax's splash kernels, all recomputed",
+        source="PR 470",
+        forward=3297 + 318,
+        backward=3784 + 394 + 4365 + 454,
+        forward_passes=2,
+        measured=39.70,
+    ),
+    TrainingStep(
+        name="custom forward, fused backward, attention saved",
+        source="PR 487",
+        forward=14_104 * TILE / 8448,
+        backward=TOKAMAX_BACKWARD,
+        forward_passes=1,
+        measured=13.57,
+    ),
+    OURS,
+)
+
+
+def training_calibration_table() -> str:
+    """Returns predictions at both clocks and measurements as a Markdown table."""
+    slower = CALIBRATION_CHIP.unpinned()
+    assert slower is not None
+    lines = [
+        "| step | pinned | error | not pinned | error | measured |",
+        "|---|---|---|---|---|---|",
+    ]
+    for step in TRAINING_STEPS:
+        cells = []
+        for chip in (CALIBRATION_CHIP, slower):
+            error = step.error(chip)
+            cells += [f"{step.predicted(chip):.2f}", "" if error is None else f"{error:+.1%}"]
+        measured = "" if step.measured is None else f"{step.measured:.2f}"
+        lines.append(f"| {step.name} ({step.source}) | {' | '.join(cells)} | {measured} |")
+    return "\n".join(lines)

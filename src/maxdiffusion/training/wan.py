@@ -44,6 +44,7 @@ from maxdiffusion.training.memory.placement import (
     HOST,
     StatePlacement,
     in_memory,
+    moved,
     state_shardings,
 )
 from maxdiffusion.training.metrics import BACKWARD, FROZEN_BACKWARD, Work, step_work
@@ -303,7 +304,7 @@ def on_mesh(
         part, rest = split_state(state, models)
         if home is not None:
             rest = {kind: in_memory(held, HOST) for kind, held in rest.items()}
-            part = jax.device_put(part, home(part), donate=True)
+            part = moved(part, home(part))
         leaves, structure = jax.tree.flatten(part)
         shardings = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(mesh):

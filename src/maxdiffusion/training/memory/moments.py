@@ -64,7 +64,7 @@ class Coding:
         below, above = self._shares(low), self._shares(low + 1)
         chance = (share - below) / (above - below)
         drawn = jax.random.uniform(key, blocks.shape)
-        codes = low + (drawn < chance)
+        codes = low + (drawn < chance).astype(jnp.float32)
         if self.signed:
             codes = codes * jnp.sign(blocks)
         dtype = jnp.int8 if self.signed else jnp.uint8

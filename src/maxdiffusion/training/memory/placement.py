@@ -55,25 +55,29 @@ class StatePlacement:
 
     def check(self, mesh: Mesh) -> None:
         """Raises ProblemsFound if the devices have no such memory."""
+        if {self.optimizer_memory, self.idle_memory} == {DEVICE}:
+            return
         device = mesh.devices.flat[0]
-        if not isinstance(device, jax.Device):
-            return  # described TPUs have both
-        kinds = {memory.kind for memory in device.addressable_memories()}
-        problems = [
+        kinds = frozenset(memory.kind for memory in device.addressable_memories())
+        problems = self.missing(kinds, device.device_kind)
+        if problems:
+            raise ProblemsFound(problems)
+
+    def missing(self, kinds: frozenset[str], device: str) -> list[Problem]:
+        """Returns a problem for every memory that a kind of device with these does not have."""
+        return [
             Problem(
                 name=name,
                 value=memory,
-                rule=f"devices of this kind ({device.device_kind}) have {', '.join(sorted(kinds))}",
+                rule=f"devices of this kind ({device}) have {', '.join(sorted(kinds))}",
                 remedy=f"Use {name}={DEVICE}",
             )
             for name, memory in (
                 ("optimizer_state_memory", self.optimizer_memory),
                 ("idle_expert_memory", self.idle_memory),
             )
-            if memory != DEVICE and memory not in kinds
+            if memory not in kinds
         ]
-        if problems:
-            raise ProblemsFound(problems)
 
     def of_parameter(self, sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
         """Returns the sharding of a moment, given the one of its parameter."""
@@ -172,14 +176,28 @@ def fitted(sharding: NamedSharding, shape: Sequence[int]) -> NamedSharding:
 def in_memory(tree: T, memory: str) -> T:
     """Returns the arrays in a memory; those that are there already stay as they are."""
 
-    def move(leaf: Any) -> Any:
+    def where(leaf: Any) -> Any:
         sharding = leaf.sharding
-        if _kind(sharding) == memory:
-            return leaf
-        return jax.device_put(leaf, sharding.with_memory_kind(memory), donate=True)
+        return sharding if _kind(sharding) == memory else sharding.with_memory_kind(memory)
 
-    moved: T = jax.tree.map(move, tree)
-    return moved
+    return moved(tree, jax.tree.map(where, tree))
+
+
+def moved(tree: T, shardings: Any) -> T:
+    """Returns the arrays in other shardings; the old ones are deleted, as if they were donated.
+
+    jax cannot donate a buffer to another memory, and callers may still refer to the old arrays.
+    """
+
+    def move(leaf: Any, sharding: Any) -> Any:
+        if leaf.sharding == sharding:
+            return leaf
+        there = jax.block_until_ready(jax.device_put(leaf, sharding))
+        leaf.delete()
+        return there
+
+    placed: T = jax.tree.map(move, tree, shardings)
+    return placed
 
 
 def _kind(sharding: Any) -> str:
