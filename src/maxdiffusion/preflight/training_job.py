@@ -31,7 +31,7 @@ from maxdiffusion.training.loss import ClipBatch
 from maxdiffusion.training.settings import batch_shape, wan_training
 from maxdiffusion.training.step import TrainState, abstract_state
 from maxdiffusion.training.text import TEXT_ENCODER, Captions, EncodedBefore
-from maxdiffusion.training.train import check_not_quantized, check_whole_clips
+from maxdiffusion.training.train import check_not_quantized, check_turns, check_whole_clips
 from maxdiffusion.training.wan import StoredText, Tokens, WanTraining, jitted
 
 AbstractValues = dict[str, jax.ShapeDtypeStruct]
@@ -66,7 +66,7 @@ def plan_training(
     """
     config = parsed.config
     problems = Collector(parsed.problems)
-    for check in (check_whole_clips, check_lora, check_not_quantized):
+    for check in (check_whole_clips, check_lora, check_not_quantized, check_turns):
         with problems:
             check(config)
     with problems:

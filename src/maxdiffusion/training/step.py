@@ -240,7 +240,8 @@ def split_state(state: TrainState, models: Sequence[str] | None) -> tuple[TrainS
         return state, {kind: {} for kind in kinds}
     ours = {kind: {n: held[n] for n in held if n in models} for kind, held in kinds.items()}
     others = {kind: {n: held[n] for n in held if n not in models} for kind, held in kinds.items()}
-    return replace(state, **ours), others
+    part = replace(state, values=ours["values"], ema=ours["ema"], moments=ours["moments"])
+    return part, others
 
 
 def join_state(state: TrainState, others: StateParts) -> TrainState:

@@ -53,6 +53,12 @@ class StatePlacement:
         """Returns whether the experts take turns on the device."""
         return self.idle_memory != DEVICE
 
+    def describe(self, moments: str) -> str:
+        """Returns the line of the start-up report; `moments` is their format."""
+        how = "over data and context too" if self.spread else "as the weights"
+        line = f"optimizer state: {moments} moments, sharded {how}, in {self.optimizer_memory}"
+        return f"{line}; experts take turns on the device" if self.parks else line
+
     def check(self, mesh: Mesh) -> None:
         """Raises ProblemsFound if the devices have no such memory."""
         if {self.optimizer_memory, self.idle_memory} == {DEVICE}:
