@@ -6,10 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from maxdiffusion.costs.chips import CHIPS
-from maxdiffusion.costs.flops import forward_flops
-from maxdiffusion.costs.training import backward_share, training_bounds
-from maxdiffusion.models.wan import config as sizes
 from maxdiffusion.preflight.readers.collectives import find_collectives
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.training import TrainingMemory
@@ -31,22 +27,6 @@ CONFIG = Path(__file__).parents[2] / "configs/wan_tiny.yml"
 )
 def test_names_tell_the_passes_apart(name, wanted):
     assert direction(name) == wanted
-
-
-def test_bounds_count_five_products_backward():
-    """Heads of 128 fill half of an MXU of 256: 2 of 2 + 1, then 5 of 4 + 3 units of time."""
-    chip = CHIPS["tpu7x"]
-    assert backward_share(chip, 128) == pytest.approx(5 / 7)
-    assert backward_share(CHIPS["v5p"], 128) == 1
-    flops = forward_flops(sizes.wan_14b(), tokens=75_600, text_length=512, batch=16)
-    bounds = training_bounds(flops, chip, backward=2, devices=64, head_dim=128)
-    assert bounds.model_flops == 3 * flops.total
-    speed = 64 * chip.bf16_flops
-    units = flops.attention / 2 * (3 + 7) + 3 * flops.dense
-    assert bounds.head_dim_aware == pytest.approx(units / speed)
-    assert bounds.mfu(bounds.spec) == pytest.approx(1)
-    frozen = training_bounds(flops, chip, backward=1, devices=64, head_dim=128)
-    assert frozen.head_dim_aware < bounds.head_dim_aware
 
 
 def test_the_peak_is_the_sum_of_its_parts():
