@@ -27,6 +27,7 @@ from maxdiffusion.attention.problem import KVMask
 from maxdiffusion.config.load import read_config
 from maxdiffusion.costs.chips import Chip, read_topology
 from maxdiffusion.costs.step_time import KernelFigures, KernelTime, kernel_calls
+from maxdiffusion.costs.training import backward_cycles
 from maxdiffusion.errors import RunFailed
 from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.preflight.devices import prepare_environment
@@ -37,6 +38,7 @@ from maxdiffusion.preflight.readers.hlo import ScheduledProgram
 FORWARD, BACKWARD = "forward", "backward"
 # Parts of the names of backward kernels: jax's and tokamax's (dq, dkv), ours.
 _BACKWARD = re.compile(r"_(dq|dkv|dk|dv|bwd|backward|gradients?)(_|\b)")
+_OURS = re.compile(r"flash_backward_(\d+)_(\d+)")
 _NUMBER = re.compile(r"\.\d+$")
 
 
@@ -45,15 +47,25 @@ def direction(kernel: str) -> str:
     return BACKWARD if _BACKWARD.search(kernel) else FORWARD
 
 
-def tile_of(plan: AttentionPlan, kernel: str) -> Tile:
-    """Returns the tile of a grid step of a kernel of a plan."""
+def tile_of(plan: AttentionPlan, kernel: KernelFigures, chip: Chip) -> Tile:
+    """Returns the tile of a grid step of a kernel of a plan.
+
+    Our backward kernel has its blocks in its name. It lays all five products out best, so the MXU
+    bound of its main loop says how many queries one pass of it has.
+    """
     tile, blocks = plan.backend.tile, plan.backend.blocks
     assert tile is not None, plan.backend.title
     assert blocks is not None, plan.backend.title
-    if direction(kernel) == FORWARD:
+    if direction(kernel.name) == FORWARD:
         return tile
+    named = _OURS.search(kernel.name)
+    if named is not None:
+        queries, keys = int(named[1]), int(named[2])
+        pairs = kernel.mxu_bound_bundles / backward_cycles(chip, plan.problem.head_dim)
+        at_once = max(1, min(queries, round(pairs / keys)))
+        return Tile(block_q=queries, block_kv=keys, q_tile=at_once, kv_step=keys)
     queries, keys = blocks.block_q_dkv, blocks.block_kv_dkv
-    if "_dq" in kernel:
+    if "_dq" in kernel.name:
         queries, keys = blocks.block_q_dq, blocks.block_kv_dq
     queries, keys = queries or tile.block_q, keys or tile.block_kv
     return Tile(block_q=queries, block_kv=keys, q_tile=queries, kv_step=keys)
@@ -108,7 +120,7 @@ def training_kernel_times(
             calls[_NUMBER.sub("", instruction.name)] += visit.times
     times = {}
     for name, count in calls.items():
-        call = chip.seconds(_call_cycles(_figure(name, figures), name, plan))
+        call = chip.seconds(_call_cycles(_figure(name, figures), plan, chip))
         times[name] = KernelTime(call=call, step=count * call)
     return times
 
@@ -121,8 +133,8 @@ def _figure(name: str, figures: Sequence[KernelFigures]) -> KernelFigures:
     return (same or alike)[0]
 
 
-def _call_cycles(figure: KernelFigures, name: str, plan: AttentionPlan) -> float:
-    use = replace(kernel_calls(plan), tile=tile_of(plan, name))
+def _call_cycles(figure: KernelFigures, plan: AttentionPlan, chip: Chip) -> float:
+    use = replace(kernel_calls(plan), tile=tile_of(plan, figure, chip))
     return use.cycles(figure) / (use.calls * use.groups)
 
 
