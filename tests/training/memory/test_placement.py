@@ -1,11 +1,22 @@
 """Shardings and memories of a training state: bytes on a device, and equal losses."""
 
+import re
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiffusion.training.loss import (
+    ExpertSchedule,
+    NoiseLevels,
+    Remat,
+    RematPolicy,
+    TrainedExperts,
+)
 from maxdiffusion.training.memory.moments import MomentsFormat
 from maxdiffusion.training.memory.placement import (
     DEVICE,
@@ -164,3 +175,36 @@ def test_a_memory_that_devices_lack_is_refused():
     (problem,) = wanted.missing(frozenset({DEVICE}), "toy")
     assert problem.name == "optimizer_state_memory"
     assert "toy" in problem.rule
+
+
+def test_experts_have_their_share_of_turns():
+    schedule = ExpertSchedule(
+        levels=NoiseLevels(shift=3.0), boundary=0.875, trained=TrainedExperts.BOTH, turn=5
+    )
+    names = [schedule.at(step) for step in range(1000)]
+    runs = [{*names[start : start + 5]} for start in range(0, 1000, 5)]
+    assert all(len(run) == 1 for run in runs)
+    share = NoiseLevels(shift=3.0).of_expert("transformer", 0.875).share
+    assert names.count("transformer") == pytest.approx(1000 * share, abs=5)
+    with pytest.raises(ValueError, match="turn=0"):
+        replace(schedule, turn=0)
+
+
+def test_attention_is_kept_and_nothing_else(capsys):
+    """The policy keeps what carries the names of a kernel's residuals, and the inputs."""
+
+    def layer(x, _):
+        out = checkpoint_name(jnp.sin(x), "attention_out")
+        log_sum = checkpoint_name(jnp.sum(jnp.sin(out), axis=2), "attention_log_sum")
+        other = checkpoint_name(jnp.cos(x * log_sum[..., None]), "attn_output")
+        return jnp.sin(other) * out, None
+
+    kept = RematPolicy(kind=Remat.ATTENTION).wrap_block(layer)
+    print_saved_residuals(lambda x: kept(x, None)[0].sum(), jnp.ones((1, 4, 3)))
+    lines = capsys.readouterr().out.splitlines()
+    named = [line for line in lines if "named" in line]
+    assert sorted(re.findall(r"named '(\w+)'", " ".join(named))) == [
+        "attention_log_sum",
+        "attention_out",
+    ]
+    assert len(lines) == len([line for line in lines if "argument" in line]) + 2
