@@ -14,6 +14,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -77,26 +78,33 @@ def attention_alone(plan: AttentionPlan, device: jax.Device) -> jax.stages.Lower
     shards = sizes.num_kv_shards
     keys = KVMask(true_length=plan.problem.kv_len, padded_length=plan.padded_kv_len)
 
-    def whole(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+    here = keys.whole()
+
+    def by_vjp(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            prepared, stats = kernel.preprocess_kv(k, v, keys.whole(), LocalReducer())
-            known = kernel.preprocess_q(q, stats)
-            return kernel.attend(q, prepared, v, keys.whole(), known)
+            prepared, stats = kernel.preprocess_kv(k, v, here, LocalReducer())
+            return kernel.attend(q, prepared, v, here, kernel.preprocess_q(q, stats))
 
         out, gradient = jax.vjp(attend, q, k, v)
         return out, gradient(d_out)
 
-    def shard(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
-        here = keys.shard(jnp.int32(shards - 1), shards)
-        prepared, stats = kernel.preprocess_kv(k, v, here, LocalReducer())
-        part = kernel.partials(q, prepared, v, here, kernel.preprocess_q(q, stats))
-        out, log_sum = part.o.astype(q.dtype), part.m + jnp.log(part.l)
-        return out, kernel.gradients(q, k, v, here, out, log_sum, d_out)
+    def by_shard(q: jax.Array, k: jax.Array, v: jax.Array, d_out: jax.Array) -> Any:
+        mask = here if shards == 1 else keys.shard(jnp.int32(shards - 1), shards)
+        prepared, stats = kernel.preprocess_kv(k, v, mask, LocalReducer())
+        forward = kernel.attend if shards == 1 else kernel.partials
+        out = forward(q, prepared, v, mask, kernel.preprocess_q(q, stats))
+        # Stand-ins for the output over all keys and its sums, of which a backend takes some: only
+        # their shapes matter to the machine code.
+        sums = jnp.sum(d_out.astype(jnp.float32), axis=-1)
+        saved = {"out": q, "log_sum": sums, "delta": sums, "d_out": d_out}
+        taken = signature(kernel.gradients).parameters & saved.keys()
+        known = {name: saved[name] for name in taken}
+        return out, kernel.gradients(q, prepared, v, mask, **known)
 
     lengths = (sizes.q_len, sizes.kv_len, sizes.kv_len, sizes.q_len)
     tokens = [local_tokens(plan, mesh, length) for length in lengths]
     with jax.set_mesh(mesh):
-        return jax.jit(whole if shards == 1 else shard).lower(*tokens)
+        return jax.jit(by_shard if kernel.has_shard_gradients else by_vjp).lower(*tokens)
 
 
 def measure_training(plan: AttentionPlan, *, chip: Chip, dump: Path) -> Iterator[KernelFigures]:
