@@ -19,8 +19,8 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
-    TrainingWatchFields,
     TrainingMemoryFields,
+    TrainingWatchFields,
 )
 from maxdiffusion.config.schema import (
     GENERATION_GROUPS,

@@ -29,8 +29,8 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
-    TrainingWatchFields,
     TrainingMemoryFields,
+    TrainingWatchFields,
 )
 
 POSITIVE = Integer(minimum=1)
