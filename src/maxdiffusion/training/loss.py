@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from maxdiffusion.attention import BlockAttention
+from maxdiffusion.attention.backends.base import ATTENTION_LOG_SUM, ATTENTION_OUT
 from maxdiffusion.attention.plan import K_NAME, OUT_NAME, Q_NAME, V_NAME
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
@@ -36,8 +37,6 @@ from maxdiffusion.training.image_conditioning import (
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
-# Residuals of an attention kernel: with both, its backward pass needs no second forward pass.
-ATTENTION_OUT, ATTENTION_LOG_SUM = "attention_out", "attention_log_sum"
 NAMES = (HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, ATTENTION_OUT, ATTENTION_LOG_SUM)
 _DEVICE, _HOST = "device", "pinned_host"
 
