@@ -69,6 +69,11 @@ FEATURES = {
     ),
     "quality ledger": (10, "compare_quality.py", "quality/*"),
     "predictions held to runs": (2, "compare_prediction.py", "costs/predictions.py"),
+    "memory and prediction of trainings": (
+        8,
+        *("costs/training.py", "preflight/training*", "preflight_train_wan.py"),
+        "training/memory/*",
+    ),
     "server": (22, "serve_wan.py", "plan_fleet.py", "serving/*", "costs/fleet.py"),
 }
 # Files of all the rest: text to video, training, preflight, several hosts.

@@ -131,6 +131,14 @@ def preflight(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
         preflight(parsed, arguments)
 
 
+def preflight_training(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
+    """Reports on the training step of a config."""
+    use_topology(parsed)
+    from maxdiffusion.preflight.training import preflight_training
+
+    preflight_training(parsed, arguments)
+
+
 def tune(parsed: ParsedConfig, arguments: Sequence[str]) -> None:
     """Searches the best block sizes of a config's attention."""
     if not parsed.config.topology:
@@ -288,6 +296,22 @@ PREFLIGHT = config_command(
     run=preflight,
     common=("topology", "report", "compare", "scan_cp", "aot_cache_dir", *SAMPLING[2:], *DEVICES),
 )
+PREFLIGHT_TRAINING = config_command(
+    name="preflight_train_wan",
+    summary="Reports how a training will run on a TPU slice: memory, collectives, predicted time. "
+    "Needs no TPU.",
+    arguments="CONFIG topology=NAME [key=value ...]",
+    example="base_wan_27b.yml",
+    options="""\
+  topology=tpu7x:4x4x4            the TPU slice to compile for
+  report=training.json            writes the report as JSON too""",
+    note="docs/training.md has examples.",
+    run=preflight_training,
+    common=(
+        *("topology", "report", "global_batch_size", "remat_policy", "train_lora"),
+        *("ici_fsdp_parallelism", *SAMPLING[2:5], *DEVICES),
+    ),
+)
 TUNE = config_command(
     name="tune_attention",
     summary="Finds the best block sizes of a job's attention kernels.",
@@ -383,6 +407,7 @@ attention and clock.""",
 )
 COMMANDS = (
     *(GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE),
+    PREFLIGHT_TRAINING,
     CALIBRATE,
     COMPARE_QUALITY,
     PLAN_FLEET,

@@ -19,6 +19,7 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
+    TrainingMemoryFields,
     TrainingWatchFields,
 )
 from maxdiffusion.config.schema import (
@@ -78,6 +79,7 @@ class Config(
     TrainingImageFields,
     TrainingLoraFields,
     TrainingWatchFields,
+    TrainingMemoryFields,
 ):
     """A resolved config. Lists are tuples and tables are frozen, so nothing changes."""
 

@@ -282,6 +282,37 @@ class TrainingWatchFields:
 
 
 @field_group
+class TrainingMemoryFields:
+    """Format and place of the optimizer state: moments, and running means of the weights."""
+
+    moments_dtype: str = setting(
+        "float32",
+        "Format of Adam's moments; bfloat16, and int8 with a scale for each 128, are lossy.",
+        Choice(("float32", "bfloat16", "int8")),
+    )
+    optimizer_state_sharding: str = setting(
+        "weights",
+        "Shard moments and running means as the weights, or over data and context too (all).",
+        Choice(("weights", "all")),
+    )
+    optimizer_state_memory: str = setting(
+        "device",
+        "Memory of moments and running means between steps: of the device, or of its host.",
+        Choice(("device", "pinned_host")),
+    )
+    idle_expert_memory: str = setting(
+        "device",
+        "train_experts=both: memory of everything of the expert that is not trained in a step.",
+        Choice(("device", "pinned_host")),
+    )
+    expert_turn_steps: int = setting(
+        1,
+        "train_experts=both: steps of an expert in a row; its share of all steps stays.",
+        POSITIVE,
+    )
+
+
+@field_group
 class ServingFields:
     """Address, queue, sizes, limits and storage of serve_wan."""
 

@@ -29,6 +29,7 @@ from maxdiffusion.config.job_fields import (
     StepFields,
     TrainingImageFields,
     TrainingLoraFields,
+    TrainingMemoryFields,
     TrainingWatchFields,
 )
 
@@ -47,6 +48,7 @@ REMAT_POLICIES = Choice(
         "OFFLOAD_MATMUL_WITHOUT_BATCH",
         "CUSTOM",
         "HIDDEN_STATE_WITH_OFFLOAD",
+        "ATTENTION",
     )
 )
 PIXELS_16 = Integer(minimum=16, step=16)
@@ -592,4 +594,5 @@ TRAINING_GROUPS: Mapping[str, type] = {
     "Training on first frames": TrainingImageFields,
     "Training of LoRA adapters": TrainingLoraFields,
     "Reading and evaluation": TrainingWatchFields,
+    "Memory of a training": TrainingMemoryFields,
 }

@@ -13,7 +13,7 @@ import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,15 @@ def kernel_alone(plan: AttentionPlan, device: jax.Device) -> jax.stages.Lowered:
         attend = kernel.attend if shards == 1 else kernel.partials
         return attend(q, k, v, here, kernel.preprocess_q(q, known))
 
-    tokens = [_tokens(plan, mesh, length) for length in (sizes.q_len, sizes.kv_len, sizes.kv_len)]
+    tokens = [
+        local_tokens(plan, mesh, length) for length in (sizes.q_len, sizes.kv_len, sizes.kv_len)
+    ]
     with jax.set_mesh(mesh):
         return jax.jit(run).lower(*tokens)
 
 
-def _tokens(plan: AttentionPlan, mesh: Mesh, length: int) -> jax.ShapeDtypeStruct:
+def local_tokens(plan: AttentionPlan, mesh: Mesh, length: int) -> jax.ShapeDtypeStruct:
+    """Returns the abstract queries or keys of one kernel call."""
     sizes, problem = plan.local, plan.problem
     shape = (sizes.batch, length, sizes.heads[0], problem.head_dim)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -74,8 +77,16 @@ def measure_kernel(
     plan: AttentionPlan, *, purpose: str, chip: Chip, dump: Path
 ) -> Iterator[KernelFigures]:
     """Compiles the kernel of a plan alone and reads the code that libtpu dumps into `dump`."""
+    lowered = kernel_alone(plan, plan.mesh.devices.flat[0])
+    yield from measure_lowered(lowered, purpose=purpose, chip=chip, dump=dump)
+
+
+def measure_lowered(
+    lowered: jax.stages.Lowered, *, purpose: str, chip: Chip, dump: Path
+) -> Iterator[KernelFigures]:
+    """Compiles a program of a few kernels and reads the code that libtpu dumps into `dump`."""
     seen = {*dump.iterdir()}
-    text = kernel_alone(plan, plan.mesh.devices.flat[0]).compile().as_text() or ""
+    text = lowered.compile().as_text() or ""
     calls = {
         _plain(visit.instruction.name): visit.instruction
         for visit in visits(read_program(text))
@@ -118,8 +129,8 @@ def figures(code: KernelCode, chip: Chip, *, purpose: str, vmem: tuple[int, int]
 class KernelProcess:
     """The process that compiles the kernels of a config and dumps their machine code."""
 
-    def __init__(self, arguments: Sequence[str], folder: Path):
-        command = [sys.executable, "-m", "maxdiffusion.preflight.kernels", str(folder), *arguments]
+    def __init__(self, arguments: Sequence[str], folder: Path, module: str):
+        command = [sys.executable, "-m", module, str(folder), *arguments]
         self._folder = folder
         with (folder / _ERRORS).open("wb") as errors:
             self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors)
@@ -142,10 +153,12 @@ class KernelProcess:
 
 
 @contextmanager
-def kernel_process(arguments: Sequence[str]) -> Iterator[KernelProcess]:
-    """Starts to compile the kernels of a config; stops when the block ends."""
+def kernel_process(
+    arguments: Sequence[str], module: str = "maxdiffusion.preflight.kernels"
+) -> Iterator[KernelProcess]:
+    """Starts `module` to compile the kernels of a config; stops when the block ends."""
     with tempfile.TemporaryDirectory(prefix="preflight_") as folder:
-        process = KernelProcess(arguments, Path(folder))
+        process = KernelProcess(arguments, Path(folder), module)
         try:
             yield process
         finally:
@@ -163,9 +176,13 @@ def main(arguments: Sequence[str]) -> int:
     from maxdiffusion.preflight.command import plan_for_topology
 
     job = plan_for_topology(parsed).planned
-    figures = measure_kernels(job.attention, topology.chip, dump)
-    (folder / _OUTPUT).write_text(json.dumps([kernel.as_json() for kernel in figures]))
+    write_figures(folder, measure_kernels(job.attention, topology.chip, dump))
     return 0
+
+
+def write_figures(folder: Path, figures: Iterable[KernelFigures]) -> None:
+    """Writes the figures where the process that waits for them looks."""
+    (folder / _OUTPUT).write_text(json.dumps([kernel.as_json() for kernel in figures]))
 
 
 if __name__ == "__main__":

@@ -171,8 +171,8 @@ class Report:
             "cycles_per_layer": {part.value: n for part, n in self.cycles.per_layer.items()},
             "cycles_per_step": {part.value: n for part, n in self.cycles.total.items()},
             "hbm": self.residence.as_json(),
-            "programs": [_program_json(program) for program in self.programs],
-            "collectives": [_collective_json(collective) for collective in self.collectives],
+            "programs": [program_json(program) for program in self.programs],
+            "collectives": [collective_json(collective) for collective in self.collectives],
         }
 
     def describe(self) -> str:
@@ -249,7 +249,7 @@ class Report:
     def _collective_lines(self) -> list[str]:
         lines = ["collectives (bytes that a device sends each time):"]
         for one in self.collectives:
-            lines.append(f"  x{one.times:<4} {one.sent / 1e6:9.2f} MB  {_collective_words(one)}")
+            lines.append(f"  x{one.times:<4} {one.sent / 1e6:9.2f} MB  {collective_words(one)}")
         totals = ", ".join(
             f"{axes} {size / 1e9:.2f} GB" for axes, size in bytes_by_axes(self.collectives).items()
         )
@@ -285,7 +285,8 @@ def code_warnings(kernels: Sequence[KernelFigures]) -> list[str]:
     ]
 
 
-def _collective_words(one: DeviceCollective) -> str:
+def collective_words(one: DeviceCollective) -> str:
+    """Returns kind, axes and overlap of a collective in a few words."""
     where = " x ".join(one.axes) or "no axis"
     overlap = one.overlap
     if overlap is None or not (overlap.cycles or overlap.kernels):
@@ -296,7 +297,8 @@ def _collective_words(one: DeviceCollective) -> str:
     return f"{one.kind} over {where} of {one.group_size}, {how}"
 
 
-def _collective_json(one: DeviceCollective) -> dict[str, Any]:
+def collective_json(one: DeviceCollective) -> dict[str, Any]:
+    """Returns a collective, ready for json.dump."""
     overlap = one.overlap
     return {
         "name": one.name,
@@ -313,7 +315,8 @@ def _collective_json(one: DeviceCollective) -> dict[str, Any]:
     }
 
 
-def _program_json(program: CompiledProgram) -> dict[str, Any]:
+def program_json(program: CompiledProgram) -> dict[str, Any]:
+    """Returns sizes and compile time of a program, ready for json.dump."""
     memory = program.memory
     return {
         "name": program.name,

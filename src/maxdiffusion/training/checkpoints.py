@@ -328,8 +328,15 @@ def like_state(arrays: Mapping[str, jax.Array], like: TrainState) -> TrainState:
 
 def fingerprints(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     """Returns a hash of the bits of every array, the same under any sharding."""
-    found = _fingerprints(dict(arrays))
+    found = _fingerprints({path: on_device(array) for path, array in arrays.items()})
     return {path: int(value) for path, value in jax.device_get(found).items()}
+
+
+def on_device(array: jax.Array) -> jax.Array:
+    """Returns the array in device memory, where it can be computed with."""
+    if array.sharding.memory_kind in (None, "device"):
+        return array
+    return jax.device_put(array, array.sharding.with_memory_kind("device"))
 
 
 @jax.jit
@@ -338,8 +345,10 @@ def _fingerprints(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _fingerprint(array: jax.Array) -> jax.Array:
-    """Returns the sum of all 32-bit words times odd numbers of their positions, modulo 2^32."""
-    words = array if array.dtype == jnp.uint32 else lax.bitcast_convert_type(array, jnp.uint32)
+    """Returns the sum of all values' bits times odd numbers of their positions, modulo 2^32."""
+    own = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+    bits = array if array.dtype == own else lax.bitcast_convert_type(array, own)
+    words = bits.astype(jnp.uint32)
     positions = jnp.zeros(words.shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(words.ndim)):

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from maxdiffusion.attention import BlockAttention
+from maxdiffusion.attention.backends.base import ATTENTION_LOG_SUM, ATTENTION_OUT
 from maxdiffusion.attention.plan import K_NAME, OUT_NAME, Q_NAME, V_NAME
 from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
@@ -36,12 +37,12 @@ from maxdiffusion.training.image_conditioning import (
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
-NAMES = (HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME)
+NAMES = (HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, ATTENTION_OUT, ATTENTION_LOG_SUM)
 _DEVICE, _HOST = "device", "pinned_host"
 
 
 class Remat(Enum):
-    """Names the policies as the public config does."""
+    """Names the policies as the public config does; ATTENTION is ours."""
 
     NONE = "NONE"
     FULL = "FULL"
@@ -49,13 +50,15 @@ class Remat(Enum):
     OFFLOAD_MATMUL_WITHOUT_BATCH = "OFFLOAD_MATMUL_WITHOUT_BATCH"
     CUSTOM = "CUSTOM"
     HIDDEN_STATE_WITH_OFFLOAD = "HIDDEN_STATE_WITH_OFFLOAD"
+    ATTENTION = "ATTENTION"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RematPolicy:
     """Says which activations of a block are kept for its backward pass.
 
-    `saved` and `offloaded` name what CUSTOM keeps on the device and in host memory.
+    `saved` and `offloaded` name what CUSTOM keeps on the device and in host memory. ATTENTION keeps
+    the output and the log-sums of attention kernels and nothing else.
     """
 
     kind: Remat = Remat.NONE
@@ -98,6 +101,8 @@ class RematPolicy:
             return policies.offload_dot_with_no_batch_dims(_DEVICE, _HOST)
         if self.kind is Remat.HIDDEN_STATE_WITH_OFFLOAD:
             return self._by_names((), (HIDDEN_STATES,))
+        if self.kind is Remat.ATTENTION:
+            return self._by_names((ATTENTION_OUT, ATTENTION_LOG_SUM), ())
         if self.kind is Remat.CUSTOM:
             return self._by_names(self.saved, self.offloaded)
         return None
@@ -275,16 +280,20 @@ class TrainedExperts(Enum):
 class ExpertSchedule:
     """The experts of a run; with both, each gets steps in proportion to its share of draws.
 
-    `boundary` is the shifted noise level where they meet; None: a model with one transformer.
+    `boundary` is the shifted noise level where they meet; None: a model with one transformer. An
+    expert is trained for `turn` steps at a time.
     """
 
     levels: NoiseLevels
     boundary: float | None
     trained: TrainedExperts = TrainedExperts.BOTH
+    turn: int = 1
 
     def __post_init__(self) -> None:
         if self.boundary is not None and not 0 < self.boundary < 1:
             raise ValueError(f"boundary={self.boundary}: must be between 0 and 1")
+        if self.turn < 1:
+            raise ValueError(f"turn={self.turn}: must be at least 1")
         if self.boundary is None and self.trained is not TrainedExperts.SHARED:
             raise ValueError(
                 f"trained={self.trained.value!r}: a model without a boundary has one transformer; "
@@ -311,9 +320,9 @@ class ExpertSchedule:
         """Returns the transformer that is trained after `step` finished steps."""
         if len(self.names) == 1:
             return self.names[0]
-        share = self.levels_of(HIGH_NOISE).share
-        turn = math.floor((step + 1) * share) > math.floor(step * share)
-        return HIGH_NOISE if turn else LOW_NOISE
+        share, turn = self.levels_of(HIGH_NOISE).share, step // self.turn
+        high = math.floor((turn + 1) * share) > math.floor(turn * share)
+        return HIGH_NOISE if high else LOW_NOISE
 
 
 @register_tree

@@ -1,6 +1,6 @@
 """Reads the components of a model folder for training, or initialises them at random."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ from maxdiffusion.models.wan.checkpoint import transformer_map
 from maxdiffusion.pipelines.preprocess.images import ClipPreprocessor, clip_pixels
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.training.data.latent_cache import Encode, EncodeFrames, EncodeText
-from maxdiffusion.training.step import TrainState, first_state
+from maxdiffusion.training.step import TrainState, first_state_of_each
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import WanTraining
 
@@ -144,12 +144,20 @@ def initial_state(
     tables = dict.fromkeys(training.experts.names, transformer_map(spec.transformer))
     tables[TEXT_ENCODER] = umt5_map(spec.text_encoder)
     builds = dict.fromkeys(training.experts.names, training.build_transformer)
-    values = {}
-    for offset, (name, model) in enumerate(training.models.items()):
-        trained = name != TEXT_ENCODER or config.train_text_encoder
-        if config.train_from_scratch and trained:
-            build = builds.get(name, training.build_text_encoder)
-            values[name] = fresh_values(build, seed=config.seed + offset, mesh=training.mesh)
-        else:
-            values[name] = loaded(folder, name, model, tables[name], training.mesh)
-    return first_state(values, training.optimiser, seed=config.seed, mesh=training.mesh)
+
+    def parts() -> Iterator[tuple[str, Values]]:
+        for offset, (name, model) in enumerate(training.models.items()):
+            trained = name != TEXT_ENCODER or config.train_text_encoder
+            if config.train_from_scratch and trained:
+                build = builds.get(name, training.build_text_encoder)
+                yield name, fresh_values(build, seed=config.seed + offset, mesh=training.mesh)
+            else:
+                yield name, loaded(folder, name, model, tables[name], training.mesh)
+
+    return first_state_of_each(
+        parts(),
+        training.optimiser,
+        seed=config.seed,
+        mesh=training.mesh,
+        placement=training.placement,
+    )

@@ -124,7 +124,8 @@ class Model:
 
     def states(self, state: TrainState) -> dict[str, nnx.State]:
         """Returns the running means as states; a shared transformer becomes both experts."""
-        training, values = self.training, joined(self.frozen, state.ema)
+        training = self.training
+        values = joined(self.frozen, training.on_device(state.ema))
         if training.lora is not None:
             values |= {name: training.lora.scaled(values[name]) for name in training.experts.names}
         states = {name: part.state(values[name]) for name, part in training.models.items()}

@@ -1,6 +1,7 @@
 """Builds the values of a training from the fields of a config."""
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxdiffusion.attention import AttentionProblem
 from maxdiffusion.config import Config
-from maxdiffusion.config.validate import check_object_storage, check_on_disk, check_writable
+from maxdiffusion.config.validate import AUTO, check_object_storage, check_on_disk, check_writable
 from maxdiffusion.errors import Collector, Problem, ProblemsFound
 from maxdiffusion.generation.job import resolve_mesh
 from maxdiffusion.generation.settings import attention_options
-from maxdiffusion.mesh import build_mesh
+from maxdiffusion.mesh import MeshDevice, build_mesh
 from maxdiffusion.mesh.mesh import slice_index
 from maxdiffusion.pipelines.spec import WanSpec
 from maxdiffusion.training.data.batches import SyntheticClips
@@ -32,18 +34,23 @@ from maxdiffusion.training.loss import (
     RematPolicy,
     TrainedExperts,
 )
+from maxdiffusion.training.memory.moments import MomentsFormat
+from maxdiffusion.training.memory.placement import SPREAD, StatePlacement
 from maxdiffusion.training.step import Clipping, Decay, LearningRate, Optimiser
 from maxdiffusion.training.wan import BatchShape, TextSource, WanTraining
 
+logger = logging.getLogger(__name__)
 CAPTION_BUCKETS = (32, 64, 128, 256)
 
 
-def training_mesh(config: Config, heads: int | None) -> Mesh:
-    """Returns the mesh of a config over the available devices."""
-    devices = jax.devices()
-    slices = len({*map(slice_index, devices)})
-    split = resolve_mesh(config, len(devices), slices, heads)
-    return build_mesh(split.ici, dcn=split.dcn)
+def training_mesh(
+    config: Config, heads: int | None, devices: Sequence[MeshDevice] | None = None
+) -> Mesh:
+    """Returns the mesh of a config over these devices; None: the available ones."""
+    held = jax.devices() if devices is None else devices
+    slices = len({*map(slice_index, held)})
+    split = resolve_mesh(config, len(held), slices, heads)
+    return build_mesh(split.ici, dcn=split.dcn, devices=held)
 
 
 def check_folders(config: Config, **required: str) -> None:
@@ -86,6 +93,7 @@ def optimiser(config: Config) -> Optimiser:
         clipping=clipping,
         clip_at=limit,
         ema_decay=config.ema_decay,
+        moments=MomentsFormat(config.moments_dtype),
     )
 
 
@@ -110,6 +118,7 @@ def experts(config: Config, spec: WanSpec) -> ExpertSchedule:
         levels=NoiseLevels(shift=config.flow_shift),
         boundary=None if one else config.boundary_ratio,
         trained=trained,
+        turn=config.expert_turn_steps,
     )
 
 
@@ -154,10 +163,12 @@ def clip_size(config: Config) -> ClipSize:
     return ClipSize(frames=config.num_frames, height=config.height, width=config.width)
 
 
-def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> BatchShape:
-    """Returns the shape of a batch."""
+def batch_shape(
+    config: Config, latent: tuple[int, int, int], tokens: int, devices: int | None = None
+) -> BatchShape:
+    """Returns the shape of a batch; `devices` are those of the mesh, None: the available ones."""
     return BatchShape(
-        clips=config.global_batch_size or len(jax.devices()),
+        clips=config.global_batch_size or devices or len(jax.devices()),
         latent=latent,
         caption_tokens=tokens,
         text_length=config.max_sequence_length,
@@ -165,11 +176,25 @@ def batch_shape(config: Config, latent: tuple[int, int, int], tokens: int) -> Ba
     )
 
 
-def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSource) -> WanTraining:
-    """Returns the training of a config."""
+def wan_training(
+    config: Config,
+    spec: WanSpec,
+    batch: BatchShape,
+    text: TextSource,
+    devices: Sequence[MeshDevice] | None = None,
+) -> WanTraining:
+    """Returns the training of a config on these devices; None: the available ones."""
     rate = config.text_encoder_learning_rate / config.learning_rate
+    mesh = training_mesh(config, spec.transformer.heads, devices)
+    placement = state_placement(config)
+    placement.check(mesh)
+    spread = config.weight_placement == "shard"
+    sized = spec.with_scan(config.scan_layers).with_spread_weights(spread)
+    attention, mesh, note = training_attention(config, spec, batch, mesh)
+    if note:
+        logger.info(note)
     return WanTraining(
-        transformer=spec.with_scan(config.scan_layers).transformer,
+        transformer=sized.transformer,
         text_encoder=spec.text_encoder,
         batch=batch,
         experts=experts(config, spec),
@@ -179,7 +204,7 @@ def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSou
             else BellWeighting(shift=config.flow_shift)
         ),
         optimiser=optimiser(config),
-        mesh=training_mesh(config, spec.transformer.heads),
+        mesh=mesh,
         text=text,
         image=image_conditioning(config, spec),
         caption_dropout=config.caption_dropout,
@@ -192,8 +217,47 @@ def wan_training(config: Config, spec: WanSpec, batch: BatchShape, text: TextSou
         ),
         lora=lora_settings(config, spec.transformer),
         weights_dtype=np.dtype(config.weights_dtype),
-        attention=config.attention,
+        placement=placement,
+        attention=attention,
         attention_options=attention_options(config),
+    )
+
+
+def state_placement(config: Config) -> StatePlacement:
+    """Returns where the state of a training is kept."""
+    return StatePlacement(
+        spread=config.optimizer_state_sharding == SPREAD,
+        optimizer_memory=config.optimizer_state_memory,
+        idle_memory=config.idle_expert_memory,
+    )
+
+
+def training_attention(
+    config: Config, spec: WanSpec, batch: BatchShape, mesh: Mesh
+) -> tuple[str, Mesh, str]:
+    """Returns the attention and its mesh; `auto` takes the best estimate that has a gradient."""
+    if config.attention != AUTO:
+        return config.attention, mesh, ""
+    # The cost model is loaded for `auto` alone.
+    from maxdiffusion.costs.training import choose_attention
+
+    transformer = spec.transformer
+    tokens = transformer.tokens(batch.latent)
+    problem = AttentionProblem(
+        batch=batch.piece,
+        q_len=tokens,
+        kv_len=tokens,
+        heads=transformer.heads,
+        head_dim=transformer.head_dim,
+        dtype=np.dtype(config.activations_dtype),
+    )
+    return choose_attention(
+        problem,
+        transformer,
+        mesh,
+        options=attention_options(config),
+        text_length=batch.caption_tokens + 1,
+        keeps_split=config.ulysses_shards != -1 or config.ici_ring_parallelism is not None,
     )
 
 

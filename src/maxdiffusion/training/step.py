@@ -6,19 +6,29 @@
 of models that are trained in part (LoRA) are a third input.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from maxdiffusion.models.abstract import AbstractModel, Values, master, register_tree
+from maxdiffusion.training.memory.moments import MomentsFormat, pack_moments, unpack_moments
+from maxdiffusion.training.memory.placement import (
+    HOST,
+    StatePlacement,
+    in_memory,
+    state_shardings,
+)
+
+ROUNDING_STREAM = 7  # of a step's PRNG key; a loss uses the first ones
 
 
 class Decay(Enum):
@@ -70,7 +80,7 @@ class Optimiser:
 
     `rates` scale the learning rate of single models, such as a text encoder. The decay of the
     running mean after n steps is (1 + n) / (10 + n) up to `ema_decay`, so that it does not hold on
-    to the random start.
+    to the random start. `moments` is the format that they are kept in between steps.
     """
 
     learning_rate: LearningRate
@@ -81,6 +91,7 @@ class Optimiser:
     clipping: Clipping = Clipping.NONE
     clip_at: float = 1.0
     ema_decay: float = 0.999
+    moments: MomentsFormat = MomentsFormat.FLOAT32
     rates: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +110,7 @@ class Optimiser:
 
     def start(self, values: Mapping[str, jax.Array]) -> Any:
         """Returns the moments of one model before its first step."""
-        return self._adam.init(values)
+        return pack_moments(self._adam.init(values), self.moments, jax.random.key(0))
 
     def clip(self, gradients: Any, norm: Float[Array, ""]) -> Any:
         """Returns the clipped gradients of all models, whose joint norm is `norm`."""
@@ -111,14 +122,17 @@ class Optimiser:
         return jax.tree.map(lambda g: g * scale, gradients)
 
     def update(
-        self, name: str, values: Any, gradients: Any, moments: Any, step: Int[Array, ""]
+        self, name: str, values: Any, gradients: Any, moments: Any, state: "TrainState"
     ) -> tuple[Any, Any]:
-        """Returns the parameters of one model after a step, and its moments."""
+        """Returns the parameters of one model after a step from `state`, and its moments."""
+        moments = unpack_moments(moments, self.moments)
         # optax counts its steps in int32 and relies on the standard promotion to float32.
         with jax.numpy_dtype_promotion("standard"):
             updates, moments = self._adam.update(gradients, moments, values)
-        rate = self.learning_rate(step) * self.rates.get(name, 1.0)
-        return jax.tree.map(lambda v, u: v - rate * u, values, updates), moments
+        rate = self.learning_rate(state.step) * self.rates.get(name, 1.0)
+        key = jax.random.fold_in(state.step_key, ROUNDING_STREAM)
+        packed = pack_moments(moments, self.moments, key)
+        return jax.tree.map(lambda v, u: v - rate * u, values, updates), packed
 
     def average(self, ema: Any, values: Any, step: Int[Array, ""]) -> Any:
         """Returns the running mean after a step."""
@@ -149,40 +163,95 @@ class TrainState:
 
 
 def first_state(
-    values: Mapping[str, Values], optimiser: Optimiser, *, seed: int, mesh: Mesh
+    values: Mapping[str, Values],
+    optimiser: Optimiser,
+    *,
+    seed: int,
+    mesh: Mesh,
+    placement: StatePlacement | None = None,
 ) -> TrainState:
-    """Returns the state before the first step; moments and means are sharded as parameters."""
-
-    def start(values: dict[str, Values]) -> TrainState:
-        return TrainState(
-            step=jnp.zeros((), jnp.int32),
-            key=jax.random.key(seed),
-            values=values,
-            ema=jax.tree.map(jnp.copy, values),
-            moments={name: optimiser.start(part) for name, part in values.items()},
-        )
-
+    """Returns the state before the first step, placed on the mesh."""
+    start = partial(_start, optimiser, seed)
     masters = {name: master(part) for name, part in values.items()}
-    shardings = _like_parameters(jax.eval_shape(start, masters), masters, mesh)
+    where = placement or StatePlacement()
+    shardings = state_shardings(jax.eval_shape(start, masters), masters, mesh, where)
     with jax.set_mesh(mesh):
         return jax.jit(start, out_shardings=shardings)(masters)
 
 
-def _like_parameters(state: TrainState, values: Mapping[str, Values], mesh: Mesh) -> TrainState:
-    """Returns a sharding for every leaf: that of its parameter, else replicated."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    known = {
-        (name, path): array.sharding
-        for name, part in values.items()
-        for path, array in part.items()
-    }
+def first_state_of_each(
+    parts: Iterable[tuple[str, Values]],
+    optimiser: Optimiser,
+    *,
+    seed: int,
+    mesh: Mesh,
+    placement: StatePlacement,
+) -> TrainState:
+    """Returns the state before the first step of models that are loaded one after the other.
 
-    def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        keys = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
-        sharding = known.get(tuple(keys), everywhere) if len(keys) == 2 else everywhere
-        return sharding if isinstance(sharding, NamedSharding) else everywhere
+    Where experts take turns, each moves to host memory before the next one is loaded.
+    """
+    state: TrainState | None = None
+    for name, values in parts:
+        settings: dict[str, Any] = {"seed": seed, "mesh": mesh, "placement": placement}
+        part = first_state({name: values}, optimiser, **settings)
+        others = split_state(part, ())[1]
+        if placement.parks:
+            others = in_memory(others, HOST)
+        state = join_state(part if state is None else state, others)
+    assert state is not None, "a training has a model"
+    return state
 
-    return jax.tree_util.tree_map_with_path(place, state)
+
+def abstract_state(
+    values: Mapping[str, Mapping[str, jax.ShapeDtypeStruct]],
+    optimiser: Optimiser,
+    *,
+    mesh: Mesh,
+    placement: StatePlacement,
+) -> TrainState:
+    """Returns the state of abstract float32 parameters: shapes, dtypes and shardings."""
+    state = jax.eval_shape(partial(_start, optimiser, 0), values)
+    shardings = state_shardings(state, values, mesh, placement)
+
+    def placed(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(placed, state, shardings)
+
+
+def _start(optimiser: Optimiser, seed: int, values: dict[str, Values]) -> TrainState:
+    return TrainState(
+        step=jnp.zeros((), jnp.int32),
+        key=jax.random.key(seed),
+        values=values,
+        ema=jax.tree.map(jnp.copy, values),
+        moments={name: optimiser.start(part) for name, part in values.items()},
+    )
+
+
+StateParts = dict[str, dict[str, Any]]  # values, ema and moments by the name of the model
+
+
+def split_state(state: TrainState, models: Sequence[str] | None) -> tuple[TrainState, StateParts]:
+    """Returns the state of some models (None: of all), and everything of the others."""
+    kinds = {"values": state.values, "ema": state.ema, "moments": state.moments}
+    if models is None:
+        return state, {kind: {} for kind in kinds}
+    ours = {kind: {n: held[n] for n in held if n in models} for kind, held in kinds.items()}
+    others = {kind: {n: held[n] for n in held if n not in models} for kind, held in kinds.items()}
+    part = replace(state, values=ours["values"], ema=ours["ema"], moments=ours["moments"])
+    return part, others
+
+
+def join_state(state: TrainState, others: StateParts) -> TrainState:
+    """Returns a state with the parts that `split_state` set aside."""
+    return replace(
+        state,
+        values={**state.values, **others["values"]},
+        ema={**state.ema, **others["ema"]},
+        moments={**state.moments, **others["moments"]},
+    )
 
 
 def place_values(
@@ -226,8 +295,27 @@ def joined(frozen: Mapping[str, Values], values: Mapping[str, Values]) -> dict[s
     return {name: {**frozen.get(name, {}), **values.get(name, {})} for name in {**frozen, **values}}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """The placement of a state, and the shardings of its parameters by model.
+
+    Only a placement that is not the default one reads the shardings.
+    """
+
+    placement: StatePlacement = field(default_factory=StatePlacement)
+    shardings: Mapping[str, Mapping[str, NamedSharding]] = field(default_factory=dict, hash=False)
+
+
+AS_WEIGHTS = Placed()
+
+
 def make_step(
-    loss: Loss, optimiser: Optimiser, *, trained: tuple[str, ...], accumulation: int = 1
+    loss: Loss,
+    optimiser: Optimiser,
+    *,
+    trained: tuple[str, ...],
+    accumulation: int = 1,
+    placed: Placed = AS_WEIGHTS,
 ) -> StepOnFrozen:
     """Returns the step that trains the models named `trained` and leaves the others unchanged.
 
@@ -256,7 +344,7 @@ def make_step(
             figures=figures,
             norms=group_norms(gradients),
         )
-        return _updated(state, optimiser.clip(gradients, norm), optimiser), report
+        return _updated(state, optimiser.clip(gradients, norm), optimiser, placed), report
 
     return step
 
@@ -303,11 +391,14 @@ def split_rows(rows: Array, count: int) -> Array:
     return rows.reshape(rows.shape[0] // count, count, *rows.shape[1:]).swapaxes(0, 1)
 
 
-def _updated(state: TrainState, gradients: dict[str, Values], optimiser: Optimiser) -> TrainState:
+def _updated(
+    state: TrainState, gradients: Mapping[str, Values], optimiser: Optimiser, placed: Placed
+) -> TrainState:
+    place = placed.placement
     values, moments, ema = dict(state.values), dict(state.moments), dict(state.ema)
     for name, gradient in gradients.items():
-        values[name], moments[name] = optimiser.update(
-            name, values[name], gradient, moments[name], state.step
-        )
-        ema[name] = optimiser.average(ema[name], values[name], state.step)
+        own = place.scattered(gradient, placed.shardings.get(name, {}))
+        held = place.fetched(moments[name])
+        values[name], moments[name] = optimiser.update(name, values[name], own, held, state)
+        ema[name] = optimiser.average(place.fetched(ema[name]), values[name], state.step)
     return replace(state, step=state.step + 1, values=values, ema=ema, moments=moments)

@@ -39,6 +39,8 @@ from maxdiffusion.training.data.latent_cache import SKIPPED, CachedClips, Captio
 from maxdiffusion.training.data.store import ClipSet, ClipStore, as_clip_batch, open_store
 from maxdiffusion.training.lora.adapters import check_experts, check_lora
 from maxdiffusion.training.lora.base import AdapterRun
+from maxdiffusion.training.loss import TrainedExperts
+from maxdiffusion.training.memory.placement import DEVICE
 from maxdiffusion.training.metrics import describe_utilisation
 from maxdiffusion.training.models import initial_state, vae_of
 from maxdiffusion.training.random_init import vae_json
@@ -140,7 +142,22 @@ def check(config: Config, earlier: Sequence[Problem]) -> None:
         check_export_target(config)
     with problems:
         check_not_quantized(config)
+    with problems:
+        check_turns(config)
     problems.raise_if_any()
+
+
+def check_turns(config: Config) -> None:
+    """Raises ProblemsFound if turns of experts are stated for a training of one network."""
+    if config.train_experts == TrainedExperts.BOTH.value:
+        return
+    rule = f"train_experts={config.train_experts} trains one network, which takes no turns"
+    problems = [
+        Problem(name=name, value=vars(config)[name], rule=rule, remedy="Use train_experts=both")
+        for name, usual in (("idle_expert_memory", DEVICE), ("expert_turn_steps", 1))
+        if vars(config)[name] != usual
+    ]
+    Collector(problems).raise_if_any()
 
 
 def check_not_quantized(config: Config) -> None:
@@ -248,6 +265,7 @@ def start_up_plan(job: TrainingJob) -> str:
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
             training.block_attention.describe(),
             training.image.describe(),
+            training.placement.describe(training.optimiser.moments.value),
             *([] if job.adapters is None else job.adapters.describe()),
             *profile_notes(config),
             *describe_flags(target_chip(config.topology)),

@@ -4,7 +4,7 @@ WanTraining        one size of clips
 BucketedTraining   several sizes; every batch has one of them
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
@@ -40,16 +40,26 @@ from maxdiffusion.training.loss import (
     RematPolicy,
     WanLoss,
 )
+from maxdiffusion.training.memory.placement import (
+    HOST,
+    StatePlacement,
+    in_memory,
+    moved,
+    state_shardings,
+)
 from maxdiffusion.training.metrics import BACKWARD, FROZEN_BACKWARD, Work, step_work
 from maxdiffusion.training.step import (
     NOT_FROZEN,
     Loss,
     Optimiser,
+    Placed,
     Step,
     StepOnFrozen,
     StepReport,
     TrainState,
+    join_state,
     make_step,
+    split_state,
 )
 from maxdiffusion.training.text import (
     TEXT_ENCODER,
@@ -131,6 +141,7 @@ class WanTraining:
     remat: RematPolicy = field(default_factory=RematPolicy)
     lora: LoraSettings | None = None
     weights_dtype: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
+    placement: StatePlacement = field(default_factory=StatePlacement)
     attention: str = "dot_product"
     attention_options: AttentionOptions = field(default_factory=AttentionOptions)
 
@@ -218,11 +229,8 @@ class WanTraining:
         """Cost of a backward pass in forward passes; frozen weights have no gradient."""
         return BACKWARD if self.lora is None else FROZEN_BACKWARD
 
-    def step(self, name: str, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
-        """Returns the step of one expert, compiled at first use; it donates the state.
-
-        `frozen` are the weights that adapters are trained on.
-        """
+    def step_function(self, name: str) -> StepOnFrozen:
+        """Returns the step of one expert as a function of arrays, not compiled."""
         loss: Loss = self.loss(name)
         if self.lora is not None:
             loss = AdapterLoss(loss=loss, expert=name, lora=self.lora)
@@ -230,27 +238,89 @@ class WanTraining:
         optimiser = replace(
             self.optimiser, rates={**self.optimiser.rates, TEXT_ENCODER: self.text_rate}
         )
-        step = make_step(loss, optimiser, trained=trained, accumulation=self.batch.accumulation)
-        used = {model: frozen[model] for model in (name, TEXT_ENCODER) if model in frozen}
-        return on_mesh(step, self.mesh, used)
+        return make_step(
+            loss,
+            optimiser,
+            trained=trained,
+            accumulation=self.batch.accumulation,
+            placed=Placed(
+                placement=self.placement,
+                shardings={model: self.models[model].shardings(self.mesh) for model in trained},
+            ),
+        )
+
+    def step(self, name: str, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
+        """Returns the step of one expert, compiled at first use; it donates the state.
+
+        `frozen` are the weights that adapters are trained on.
+        """
+        models = (name, TEXT_ENCODER)
+        used = {model: frozen[model] for model in models if model in frozen}
+        return on_mesh(
+            self.step_function(name),
+            self.mesh,
+            used,
+            models=models,
+            home=self.home if self.placement.parks else None,
+        )
+
+    def home(self, state: TrainState) -> TrainState:
+        """Returns the sharding of every array of a state while it is trained."""
+        return state_shardings(state, state.values, self.mesh, self.placement)
+
+    def on_device(self, means: Mapping[str, Values]) -> dict[str, Values]:
+        """Returns running means in the shardings of their parameters, in device memory."""
+        return {
+            name: {
+                path: jax.device_put(value, self.models[name].shardings(self.mesh)[path])
+                for path, value in part.items()
+            }
+            for name, part in means.items()
+        }
 
 
-def on_mesh(step: StepOnFrozen, mesh: Mesh, frozen: Mapping[str, Values] = NOT_FROZEN) -> Step:
-    """Returns the step as one program on the mesh, with the state donated."""
+Home = Callable[[TrainState], TrainState]
+
+
+def on_mesh(
+    step: StepOnFrozen,
+    mesh: Mesh,
+    frozen: Mapping[str, Values] = NOT_FROZEN,
+    *,
+    models: Sequence[str] | None = None,
+    home: Home | None = None,
+) -> Step:
+    """Returns the step as one program on the mesh, with the state donated.
+
+    The program gets the part of the state that belongs to `models` (None: all of it). With `home`
+    the rest moves to host memory first, and the part to the shardings that `home` states.
+    """
 
     @cache
     def program(shardings: tuple[Any, ...], structure: Any) -> Any:
-        # The new state keeps the shardings of the old one; otherwise the second step recompiles.
-        state = jax.tree.unflatten(structure, shardings)
-        return jax.jit(step, donate_argnums=0, out_shardings=(state, None))
+        return jitted(step, jax.tree.unflatten(structure, shardings))
 
     def run(state: Any, batch: Any) -> Any:
-        leaves, structure = jax.tree.flatten(state)
+        part, rest = split_state(state, models)
+        if home is not None:
+            rest = {kind: in_memory(held, HOST) for kind, held in rest.items()}
+            part = moved(part, home(part))
+        leaves, structure = jax.tree.flatten(part)
         shardings = tuple(leaf.sharding for leaf in leaves)
         with jax.set_mesh(mesh):
-            return program(shardings, structure)(state, place_batch(batch, mesh), {**frozen})
+            inputs = (part, place_batch(batch, mesh), {**frozen})
+            part, report = program(shardings, structure)(*inputs)
+        return join_state(part, rest), report
 
     return run
+
+
+def jitted(step: StepOnFrozen, shardings: TrainState) -> Any:
+    """Returns the program of a step.
+
+    The new state keeps the shardings of the old one; otherwise the second step recompiles.
+    """
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:

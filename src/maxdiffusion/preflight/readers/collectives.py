@@ -17,6 +17,7 @@ _MESH = re.compile(
 )
 _LISTED = re.compile(r"replica_groups=\{(\{[\d,{}]*\})\}")
 _PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
+CALL_START = "call-start"
 
 
 def find_collectives(
@@ -34,18 +35,19 @@ def find_collectives(
         kind = None if instruction is None else _kind(instruction)
         if kind is None or instruction is None:
             continue
-        started = instruction.opcode.endswith("-start")
+        # A SparseCore runs a collective of its own computation next to the TensorCore.
+        start = visit.instruction if visit.instruction.opcode == CALL_START else instruction
         groups = _groups(instruction)
         found.append(
             DeviceCollective(
                 name=instruction.name,
                 kind=kind,
-                bytes=_bytes(instruction, kind, started),
+                bytes=_bytes(instruction, kind, _starts(instruction)),
                 groups=tuple(tuple(group) for group in groups),
                 axes=_axes(groups, mesh_shape),
                 pairs=_pairs(instruction),
                 times=visit.times,
-                overlap=_overlap(program, instruction, positions) if started else None,
+                overlap=_overlap(program, start, positions) if _starts(start) else None,
                 operation=instruction.operation,
             )
         )
@@ -53,11 +55,19 @@ def find_collectives(
 
 
 def _collective_in(program: ScheduledProgram, instruction: Instruction) -> Instruction | None:
-    """Returns an operation that is a collective, or the collective inside a fusion."""
+    """Returns an operation that is a collective, or the one inside a fusion or started call."""
+    if instruction.opcode == CALL_START:
+        bodies = (program.computations.get(name, ()) for name in instruction.called("to_apply"))
+        own = [inner for body in bodies for inner in body if _kind(inner) is not None]
+        return own[0] if own else None
     if instruction.opcode != "fusion":
         return instruction
     inside = [inner for inner in program.fused(instruction) if _kind(inner) is not None]
     return inside[0] if inside else None
+
+
+def _starts(instruction: Instruction) -> bool:
+    return instruction.opcode.endswith("-start")
 
 
 def _kind(instruction: Instruction) -> str | None:

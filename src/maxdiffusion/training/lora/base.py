@@ -33,7 +33,7 @@ from maxdiffusion.runtime.files import as_path, replacing, writing
 from maxdiffusion.training.lora.adapters import LoraSettings
 from maxdiffusion.training.loss import HIGH_NOISE, LOW_NOISE
 from maxdiffusion.training.models import loaded
-from maxdiffusion.training.step import TrainState, first_state
+from maxdiffusion.training.step import TrainState, first_state_of_each
 from maxdiffusion.training.text import TEXT_ENCODER
 from maxdiffusion.training.wan import WanTraining
 
@@ -113,7 +113,13 @@ class AdapterRun:
                 values[name] = self._started(name, files[name])
             else:
                 values[name] = self.lora.first_values(model, seed=seed, mesh=training.mesh)
-        return first_state(values, training.optimiser, seed=config.seed, mesh=training.mesh)
+        return first_state_of_each(
+            values.items(),
+            training.optimiser,
+            seed=config.seed,
+            mesh=training.mesh,
+            placement=training.placement,
+        )
 
     def _started(self, name: str, file: LoraFile) -> Values:
         """Returns the adapters of a file; B carries what differs from the scale of this run."""
@@ -175,9 +181,10 @@ class AdapterRun:
         """
         table = transformer_map(self.spec.transformer)
         folder = as_path(self.config.export_dir)
+        means = self.training.on_device(state.ema)
         for name in self.training.experts.names:
             tensors = AdapterTensors(
-                values=state.ema[name],
+                values=means[name],
                 table=table,
                 entries=self.lora.entries(table),
                 alpha=self.lora.alpha,
