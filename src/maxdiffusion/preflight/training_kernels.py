@@ -14,7 +14,6 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +92,9 @@ def attention_alone(plan: AttentionPlan, device: jax.Device) -> jax.stages.Lower
         prepared, stats = kernel.preprocess_kv(k, v, mask, LocalReducer())
         forward = kernel.attend if shards == 1 else kernel.partials
         out = forward(q, prepared, v, mask, kernel.preprocess_q(q, stats))
-        # Stand-ins for the output over all keys and its sums, of which a backend takes some: only
-        # their shapes matter to the machine code.
+        # A stand-in for both sums of a query: only their shapes matter to the machine code.
         sums = jnp.sum(d_out.astype(jnp.float32), axis=-1)
-        saved = {"out": q, "log_sum": sums, "delta": sums, "d_out": d_out}
-        taken = signature(kernel.gradients).parameters & saved.keys()
-        known = {name: saved[name] for name in taken}
-        return out, kernel.gradients(q, prepared, v, mask, **known)
+        return out, kernel.gradients(q, prepared, v, mask, sums, sums, d_out)
 
     lengths = (sizes.q_len, sizes.kv_len, sizes.kv_len, sizes.q_len)
     tokens = [local_tokens(plan, mesh, length) for length in lengths]

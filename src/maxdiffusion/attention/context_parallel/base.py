@@ -240,14 +240,13 @@ class KernelScheme(ContextParallel):
     ) -> list[Queries]:
         """Returns the attention of several groups of queries over the same keys."""
         mask, lengths = kv_mask.mask, kv_mask.with_mask(None)
-        run: Callable[..., Ran] = partial(
-            self.run, lengths=lengths, backend=backend, result=Result.OUTPUT
-        )
-        if backend.has_shard_gradients:
-            # `run` itself, not a function around it: the way to a kernel stays short.
-            run = jax.custom_vjp(run)
-            run.defvjp(*self._gradient(lengths, backend))  # type: ignore[attr-defined]
-        return [*run(tuple(queries), k, v, mask).results]
+        # `run` itself, not a function around it, so that the way to a kernel stays short.
+        run = partial(self.run, lengths=lengths, backend=backend, result=Result.OUTPUT)
+        if not backend.has_shard_gradients:
+            return [*run(queries, k, v, mask).results]
+        differentiable = jax.custom_vjp(run)
+        differentiable.defvjp(*self._gradient(lengths, backend))
+        return [*differentiable(tuple(queries), k, v, mask).results]
 
     @abc.abstractmethod
     def run(

@@ -148,7 +148,7 @@ def _scratch(plan: ResidentPlan) -> list[Any]:
 
 
 def _bytes(part: Any) -> int:
-    *outer, rows, columns = part.shape
+    *outer, rows, columns = map(int, part.shape)
     count = math.prod(outer) * round_up(rows, SUBLANES) * columns
     return count * int(jnp.dtype(part.dtype).itemsize)
 
