@@ -114,15 +114,18 @@ def test_the_error_of_a_job_is_raised_on_any_number_of_threads() -> None:
 def test_device_layouts_of_weights_change_nothing(
     monkeypatch: pytest.MonkeyPatch, golden: dict[str, np.ndarray]
 ) -> None:
-    """Every program of a run takes its weights in the layout of `AbstractModel.on`."""
+    """Programs take weights in the layout of `AbstractModel.on`, loaded first or placed later."""
+    plain = WanPipeline.from_pretrained(GOLDENS / "wan22_t2v", dtype="float32").parameters
     swapped = Layout(major_to_minor=(0, 2, 1))
     chosen = lambda sharding, shape, dtype: swapped if len(shape) == 3 else None  # noqa: E731
     monkeypatch.setattr(abstract, "parameter_layout", chosen)
     pipeline = WanPipeline.from_pretrained(GOLDENS / "wan22_t2v", dtype="float32")
-    weights = pipeline.parameters.transformers["transformer"]
-    kernel = weights["blocks"]["attn1"]["to_q"]["kernel"].get_value()
-    assert kernel.format.layout.major_to_minor == (0, 2, 1)
-    check_latents(pipeline, golden, "pipe")
+    for weights in (pipeline.parameters, plain):
+        pipeline.place(weights)
+        expert = weights.transformers["transformer"]
+        kernel = expert["blocks"]["attn1"]["to_q"]["kernel"].get_value()
+        assert kernel.format.layout.major_to_minor == (0, 2, 1)
+        check_latents(pipeline, golden, "pipe")
 
 
 @pytest.mark.slow

@@ -212,6 +212,7 @@ class VideoPipeline(LoraMethods):
 
     def place(self, parameters: WanParameters) -> None:
         """Takes the weights of a pipeline that was made with their shapes, and may be compiled."""
+        lay_out_parameters(parameters, self.builder)
         self.parameters = parameters
         self._prompts.place(parameters.text_encoder)
 
