@@ -4,7 +4,7 @@ Scores are transposed, S^T = K Q^T of [keys, queries]: maxima and sums then run 
 state of a query (maximum, sum) is a row of lanes, and O^T = V^T P^T fills the MXU although a head
 is only 128 wide. Blocks of keys that are fully attended, and a last one that ends with the array,
 go through `unmasked_tile`; those cut by a mask or a length, and those whose maximum overflows the
-headroom, go through `masked_tile`.
+headroom, go through `masked_tiles`.
 """
 
 import functools
@@ -23,7 +23,7 @@ from maxdiffusion.kernels.flash.tiles import (
     Ref,
     Refs,
     Step,
-    masked_tile,
+    masked_tiles,
     overflowed,
     rollback,
     unmasked_tile,
@@ -132,7 +132,7 @@ def _pinned_work(step: Step, head: int) -> Work:
     """Yields the work of a head with a fixed bound, each part with its condition."""
     yield from _unmasked_work(step, [head], Maximum.PINNED)
     if step.plan.selective:
-        yield _needs_mask(step), functools.partial(masked_tile, step, [head], Maximum.PINNED)
+        yield _needs_mask(step), masked_tiles(step, head, Maximum.PINNED)
 
 
 def _running_work(step: Step, heads: Sequence[int]) -> Work:
@@ -147,7 +147,8 @@ def _running_work(step: Step, heads: Sequence[int]) -> Work:
         needs_mask = _needs_mask(step)
         again = again & step.live() & ~needs_mask
     yield again, functools.partial(rollback, step, heads)
-    yield again | needs_mask, functools.partial(masked_tile, step, heads, Maximum.RUNNING)
+    for head in heads:
+        yield again | needs_mask, masked_tiles(step, head, Maximum.RUNNING)
 
 
 def _unmasked_work(step: Step, heads: Sequence[int], maximum: Maximum) -> Work:

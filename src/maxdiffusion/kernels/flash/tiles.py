@@ -4,9 +4,9 @@
 this one. float32 and bfloat16 have exponents to spare, so scores above the shift do no harm until
 they exceed it by `HEADROOM_BITS`, and the block's own maximum is only needed for the next block: no
 matmul ever waits for a maximum. The state before the block is saved, so that a block that did
-overflow can be rolled back and repeated by `masked_tile`.
+overflow can be rolled back and repeated by `masked_tiles`.
 
-`masked_tile` takes the maximum of its own scores and hides keys that are not attended: exact for
+`masked_tiles` takes the maximum of its own scores and hides keys that are not attended: exact for
 any input, and slower.
 
 `bf16_exp` takes exponentials in the type that P.V multiplies, for scores that float8 has rounded
@@ -262,25 +262,29 @@ MASKED_TILE = 512
 """Keys and queries of a masked tile: small, so that this seldom used code stays small."""
 
 
-def masked_tile(step: Step, heads: Sequence[int], maximum: Maximum) -> None:
-    """Adds the attended keys of this step, tile by tile."""
-    blocks = step.plan.blocks
-    width = largest_divisor(blocks.block_q, MASKED_TILE, LANES)
-    height = largest_divisor(blocks.block_kv, MASKED_TILE, LANES)
-    keys = jnp.minimum(step.limit - step.first_key, blocks.block_kv)
-    parts = jnp.maximum(1, pl.cdiv(keys, height))
-    for head in heads:
-        add = functools.partial(_add_masked, step, head, (height, width), parts, maximum)
-        pl.loop(0, blocks.block_q // width * parts)(add)
+def masked_tiles(step: Step, head: int, maximum: Maximum) -> Callable[[], None]:
+    """Returns the loop that adds the attended keys of this step to a head, tile by tile."""
+    width = largest_divisor(step.plan.blocks.block_q, MASKED_TILE, LANES)
+    add = functools.partial(_add_masked_queries, step, head, width, maximum)
+    return functools.partial(pl.loop(0, step.plan.blocks.block_q // width), add)
+
+
+def _add_masked_queries(step: Step, head: int, width: int, maximum: Maximum, index: Array) -> None:
+    """Adds the attended keys to the state of `width` queries, those with number `index`."""
+    block_kv = step.plan.blocks.block_kv
+    height = largest_divisor(block_kv, MASKED_TILE, LANES)
+    keys = jnp.minimum(step.limit - step.first_key, block_kv)
+    columns = pl.ds(pl.multiple_of(index * width, LANES), width)
+    add = functools.partial(_add_masked, step, head, height, columns, maximum)
+    pl.loop(0, pl.cdiv(keys, height))(add)
 
 
 def _add_masked(
-    step: Step, head: int, tile: tuple[int, int], parts: Array, maximum: Maximum, index: Array
+    step: Step, head: int, height: int, columns: Any, maximum: Maximum, part: Array
 ) -> None:
-    """Adds one tile of keys to the state of a tile of queries, which has `parts` of them."""
-    state, (height, width) = step.refs.state, tile
-    columns = pl.ds(pl.multiple_of(lax.div(index, parts) * width, LANES), width)
-    start = pl.multiple_of(lax.rem(index, parts) * height, LANES)
+    """Adds `height` keys, those with number `part`, to the state of some queries."""
+    state = step.refs.state
+    start = pl.multiple_of(part * height, LANES)
     rows = pl.ds(start, height)
     attended = step.attended(start, height)
     products = step.dot_qk(step.keys(head, rows), step.refs.qt[head, :, columns])
