@@ -275,9 +275,14 @@ class FlashBackend(AttentionBackend[FlashStats]):
 
     @property
     def keeps_keys(self) -> bool:
-        """True if a call without a mask keeps all keys in VMEM (`kernels/flash/resident`)."""
+        """True if a call without a mask keeps all keys in VMEM (`kernels/flash/resident`).
+
+        A `block_kv` that is given and smaller asks for several blocks of keys.
+        """
         plain = self.softmax is Softmax.ONLINE and self.precision is Precision.NATIVE
-        return plain and self.problem.num_kv_shards == 1 and self._shapes()[0].keys_stay
+        sizes, given = self.problem, self.options.block_sizes.block_kv
+        one_block = sizes.num_kv_shards == 1 and (not given or given >= sizes.kv_len)
+        return plain and one_block and self._shapes()[0].keys_stay
 
     def _resident_keys(self, k: PreparedKeys, kv_mask: LocalKVMask) -> int | None:
         """Returns the number of keys of a call if they all stay in VMEM."""
