@@ -48,7 +48,7 @@ def context_parallel(folder: Path) -> None:
         check_same(latents, request)
         found[name] = latents
 
-    # Of four processes each has a part of a ring and of an all-to-all: the last two names have both.
+    # Each of four processes has a part of rings and all-to-alls: the last two names have both.
     for name in NAMES if jax.process_count() <= 2 else NAMES[2:]:
         generate(read_config([str(TINY), *arguments(name, folder)]), check_latents=keep)
     if jax.process_count() <= 2:
