@@ -2,7 +2,7 @@
 # Prints the figures of docs/performance.md for the current tree, from programs that libtpu compiles
 # for tpu7x without a TPU; the last line is the same as one JSON object.
 # Usage: scripts/bench_static.sh [FOLDER]      (FOLDER keeps the reports; existing ones are reused)
-# Takes about half an hour on two idle cores. BENCH_PYTHON selects another Python than that of .venv.
+# Takes about five minutes on two idle cores. BENCH_PYTHON selects another Python than that of .venv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 if [ -z "${BENCH_PYTHON:-}" ]; then
