@@ -6,6 +6,7 @@ caches     `jax_cache_dir` (jax's own), `aot_cache_dir` (whole programs)
 profile    steps to trace
 """
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ from maxdiffusion.pipelines.spec import TRAIN_TIMESTEPS, TransformerFiles, WanSp
 from maxdiffusion.pipelines.tasks.base import Task, TextToVideo, VisualInputs
 from maxdiffusion.runtime.files import FilePath, as_path
 from maxdiffusion.runtime.timing import ProfilePlan
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from maxdiffusion.models.wan.eight_bit import WeightFormat
@@ -259,8 +262,14 @@ def use_compilation_cache(config: Config) -> None:
     """Points jax's compilation cache to `jax_cache_dir`, if the config names one.
 
     It takes every program: a run has dozens that compile in less than jax's limit of a second.
+    XLA for CPUs loses functions of a program that is loaded and stored again, so there it is not
+    used together with `aot_cache_dir`.
     """
-    if config.jax_cache_dir:
+    if config.jax_cache_dir and config.aot_cache_dir and jax.default_backend() == "cpu":
+        logger.warning(
+            "jax_cache_dir is not used: on CPUs aot_cache_dir can keep no program that came from it"
+        )
+    elif config.jax_cache_dir:
         jax.config.update("jax_compilation_cache_dir", os.path.expanduser(config.jax_cache_dir))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

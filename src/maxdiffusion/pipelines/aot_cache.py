@@ -14,6 +14,7 @@ import hashlib
 import importlib.metadata
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -255,11 +256,15 @@ def load(lowered: jax.stages.Lowered, payload: bytes) -> jax.stages.Compiled:
     jax's own loader unpickles argument and result trees. Here they are those of the program as it
     is lowered now, and jax compares its shardings with those of the loaded code.
     """
+    from jax._src import config
+
     arguments = lowered._lowering.compile_args
     client = arguments["backend"]
     arguments["backend"] = _Loading(client, payload)
     try:
-        return lowered.compile()
+        # jax's own cache gets no second copy of it.
+        with config.persistent_cache_min_compile_time_secs(math.inf):
+            return lowered.compile()
     except (jax.errors.JaxRuntimeError, ValueError, AssertionError) as error:
         first_line = str(error).strip().splitlines()[:1]
         raise UnusableFile(f"the runtime refuses it: {''.join(first_line)}") from error
@@ -283,3 +288,8 @@ class _Loading:
         return self._client.deserialize_executable(
             self._payload, executable_devices=executable_devices
         )
+
+    def deserialize_executable(self, other: bytes, executable_devices: Any, *_: Any) -> Any:
+        """Loads the stored program in place of another one that jax's own cache has."""
+        del other
+        return self.compile_and_load(None, executable_devices=executable_devices)
