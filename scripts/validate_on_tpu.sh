@@ -40,4 +40,4 @@ if [ -n "${MODEL:-}" ] && [ ! -s "$folder/video.json" ]; then
     timing_file="$folder/video.json" "$@" >&2
 fi
 "$VALIDATE_PYTHON" scripts/collect_run.py "$folder" >&2
-"$VALIDATE_PYTHON" -m maxdiffusion.compare_prediction "$folder/run.json"
+"$VALIDATE_PYTHON" scripts/compare_prediction.py "$folder/run.json"

@@ -192,13 +192,6 @@ def plan_fleet(arguments: Sequence[str]) -> None:
         draw_plan(request, Path(request.plot))
 
 
-def compare_prediction(arguments: Sequence[str]) -> None:
-    """Prints a run next to its prediction."""
-    from maxdiffusion.costs.predictions import describe
-
-    print(describe(arguments))
-
-
 def config_command(
     *,
     name: str,
@@ -389,27 +382,10 @@ PLAN_FLEET = Command(
 docs/serving.md has an example.""",
     run=plan_fleet,
 )
-COMPARE_PREDICTION = Command(
-    name="compare_prediction",
-    summary="Compares a measured run with its prediction, and says where the model is wrong.",
-    arguments="RUN [PREDICTION]",
-    details="""\
-  RUN         run.json of scripts/validate_on_tpu.sh, the timing_file of a run of generate_wan, or
-              the .jsonl of scripts/bench_attention.py
-  PREDICTION  a report of preflight_wan for the same job; without it, those that
-              docs/predictions.md publishes
-  -h, --help  prints this text
-  --version   prints the version
-
-A run is compared with the prediction of its own job only: model sizes, tokens, chip, mesh,
-attention and clock.""",
-    run=compare_prediction,
-)
 COMMANDS = (
     *(GENERATE, ANIMATE, SERVE, TRAIN, TRAIN_VAE, PREPROCESS, PREFLIGHT, TUNE, READ_PROFILE),
     PREFLIGHT_TRAINING,
     CALIBRATE,
     COMPARE_QUALITY,
     PLAN_FLEET,
-    COMPARE_PREDICTION,
 )

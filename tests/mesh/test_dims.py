@@ -1,4 +1,4 @@
-"""Every shape annotation of `src` is written in the alphabet of `maxdiffusion.dims`."""
+"""Every shape annotation of `src` is written in the alphabet of `maxdiffusion.mesh.dims`."""
 
 import ast
 import re
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from maxdiffusion.dims import ALPHABET
+from maxdiffusion.mesh.dims import ALPHABET
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ARRAY_TYPES = {"Bool", "Float", "Float32", "Int", "Int32", "Num", "Shaped", "UInt8", "UInt32"}
 
 
