@@ -168,6 +168,26 @@ class RunPlan:
         steps = [step for step in self.steps if step.high_noise == high_noise]
         return tuple(dict.fromkeys(step.guidance for step in steps))
 
+    def require_even(self, cache: str, *, steps: int = 1, reason: str = "") -> None:
+        """Raises if a step cache finds other guidance in some steps, or fewer steps than it needs.
+
+        `cache` is the key that turns it on, `reason` says why fewer steps are too few.
+        """
+        problems = []
+        if len(self.guidances) > 1:
+            rule = "needs the same guidance at every step"
+            remedy = (
+                "Set both guidance scales above 1 or both to 1, and leave guidance_end_step out"
+            )
+            problems.append(Problem(name=cache, value=True, rule=rule, remedy=remedy))
+        if len(self) < steps:
+            rule = f"{cache} skips steps of runs of at least {steps} steps; {reason}"
+            remedy = f"Use more steps, or {cache}=false"
+            problems.append(
+                Problem(name="num_inference_steps", value=len(self), rule=rule, remedy=remedy)
+            )
+        Collector(problems).raise_if_any()
+
     def describe(self) -> str:
         """Returns one line, such as `steps: 2 high-noise guided, 2 low-noise prompt only`."""
         if {step.action for step in self.steps} != {Action.COMPUTE}:

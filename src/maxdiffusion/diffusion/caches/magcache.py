@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from maxdiffusion.diffusion.denoise import CacheShapes, Forward, Kept, StepCache
 from maxdiffusion.diffusion.guidance import Action, RunPlan
-from maxdiffusion.errors import Collector, Problem, ProblemsFound
+from maxdiffusion.errors import Problem, ProblemsFound
 
 FEWEST_STEPS = 10
 RATIOS_FILE = "mag_ratios.json"
@@ -90,7 +90,8 @@ class MagCache(StepCache):
 
     def planned(self, plan: RunPlan) -> RunPlan:
         """Returns the plan with skipped steps."""
-        self._check(plan)
+        reason = "few-step models have none to spare"
+        plan.require_even("use_magcache", steps=FEWEST_STEPS, reason=reason)
         computed = self.computed_steps(len(plan), plan.high_noise_steps, plan.guidance.copies)
         return RunPlan(
             steps=tuple(
@@ -120,30 +121,6 @@ class MagCache(StepCache):
             return step < max(1, int(high_noise_steps * self.retention))
         of_low_noise = int((steps - high_noise_steps) * self.retention)
         return step < high_noise_steps + max(1, of_low_noise)
-
-    def _check(self, plan: RunPlan) -> None:
-        problems = []
-        if len(plan.guidances) > 1:
-            problems.append(
-                Problem(
-                    name="use_magcache",
-                    value=True,
-                    rule="needs the same guidance at every step",
-                    remedy="Set both guidance scales above 1 or both to 1, and leave "
-                    "guidance_end_step out",
-                )
-            )
-        if len(plan) < FEWEST_STEPS:
-            problems.append(
-                Problem(
-                    name="num_inference_steps",
-                    value=len(plan),
-                    rule=f"MagCache skips steps of runs of at least {FEWEST_STEPS} steps; few-step "
-                    "models have none to spare",
-                    remedy="Use more steps, or use_magcache=false",
-                )
-            )
-        Collector(problems).raise_if_any()
 
     def rows(self, plan: RunPlan) -> Any:
         """Returns nothing: the actions say everything."""

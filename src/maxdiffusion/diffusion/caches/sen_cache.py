@@ -20,7 +20,6 @@ from jaxtyping import Array, Bool, Float
 
 from maxdiffusion.diffusion.denoise import CacheShapes, Forward, Kept, StepCache
 from maxdiffusion.diffusion.guidance import Action, RunPlan
-from maxdiffusion.errors import Problem, ProblemsFound
 
 FIRST_SHARE, LAST_SHARE = 0.3, 0.9
 TIME_UNIT = 1000.0
@@ -49,15 +48,7 @@ class SenCache(StepCache):
 
     def planned(self, plan: RunPlan) -> RunPlan:
         """Returns the plan as it is: decisions are made during the run."""
-        if len(plan.guidances) > 1:
-            problem = Problem(
-                name="use_sen_cache",
-                value=True,
-                rule="needs the same guidance at every step",
-                remedy="Set both guidance scales above 1 or both to 1, and leave "
-                "guidance_end_step out",
-            )
-            raise ProblemsFound([problem])
+        plan.require_even("use_sen_cache")
         return plan
 
     def rows(self, plan: RunPlan) -> Bool[np.ndarray, " Q"]:

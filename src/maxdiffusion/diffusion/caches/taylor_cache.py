@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 
 from maxdiffusion.diffusion.denoise import CacheShapes, Forward, Kept, StepCache
 from maxdiffusion.diffusion.guidance import Action, PlannedStep, RunPlan
-from maxdiffusion.errors import Collector, Problem
 
 FEWEST_STEPS = 20
 FEWEST_FIRST = 3
@@ -50,7 +49,8 @@ class TaylorCache(StepCache):
 
     def planned(self, plan: RunPlan) -> RunPlan:
         """Returns the plan with skipped steps."""
-        self._check(plan)
+        reason = "predictions of fewer are too far apart to continue them"
+        plan.require_even("use_taylor_cache", steps=FEWEST_STEPS, reason=reason)
         experts = [[*steps] for _, steps in groupby(plan, key=lambda step: step.high_noise)]
         planned = [self._planned(step, steps, len(plan)) for steps in experts for step in steps]
         return RunPlan(steps=tuple(planned))
@@ -61,30 +61,6 @@ class TaylorCache(StepCache):
         at_an_end = since < first or step.index >= total - tenths(1, total)
         computed = at_an_end or (since - first + 1) % self.interval == 0
         return replace(step, action=Action.COMPUTE if computed else Action.SKIP)
-
-    def _check(self, plan: RunPlan) -> None:
-        problems = []
-        if len(plan.guidances) > 1:
-            problems.append(
-                Problem(
-                    name="use_taylor_cache",
-                    value=True,
-                    rule="needs the same guidance at every step",
-                    remedy="Set both guidance scales above 1 or both to 1, and leave "
-                    "guidance_end_step out",
-                )
-            )
-        if len(plan) < FEWEST_STEPS:
-            problems.append(
-                Problem(
-                    name="num_inference_steps",
-                    value=len(plan),
-                    rule=f"the Taylor cache skips steps of runs of at least {FEWEST_STEPS} steps; "
-                    "predictions of fewer are too far apart to continue them",
-                    remedy="Use more steps, or use_taylor_cache=false",
-                )
-            )
-        Collector(problems).raise_if_any()
 
     def rows(self, plan: RunPlan) -> Float[np.ndarray, " Q"]:
         """Returns the weight of `last - before` in every step; 0 where it is computed."""
