@@ -73,7 +73,7 @@ def sweep(parsed: ParsedConfig, config: Sequence[str], arguments: argparse.Names
         run_sweep,
         table,
     )
-    from maxdiffusion.preflight.plots import require_matplotlib
+    from maxdiffusion.runtime.charts import require_matplotlib
 
     require_matplotlib()
     kind, count = jax.devices()[0].device_kind, jax.device_count()

@@ -16,7 +16,7 @@
 # too small to gain from that.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/environment.sh ""
+. scripts/environment.sh "[plots]"
 work=${1:-outputs/embedded}
 config=configs/train_embedded.yml
 . scripts/stages.sh

@@ -11,7 +11,7 @@
 # It took 34 minutes on two CPU cores with other work running: 0.22 s a step.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/environment.sh ""
+. scripts/environment.sh "[plots]"
 work=${1:-outputs/embedded_i2v}
 config=configs/train_embedded_i2v.yml
 . scripts/stages.sh

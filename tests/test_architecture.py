@@ -36,7 +36,7 @@ ROOMS = (
 # Imports inside a function that point up: `WanPipeline.from_config` resolves a whole job.
 UPWARD = {"pipelines/wan.py": {"generation"}}
 # Used by every room.
-SHARED = {"errors", "dims"}
+SHARED = {"errors"}
 # Most stories of a room, its folders included; 20 where no number is given.
 FILES_OF_ROOM = {"models": 25, "training": 30}
 # Mean lines of a room's stories: a room that is cut up falls below.

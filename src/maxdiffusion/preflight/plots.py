@@ -3,69 +3,26 @@
 - `stacked_bars`: a ranking of steps, in parts, as SVG; `ranking_page` embeds it in an HTML page
 - `line_chart`: seconds over the batch size, a line for each attention, as SVG
 - `HeatMap`: the tiles of a search by block_q and block_kv, as PNG
-
-matplotlib is imported by the functions that draw; `require_matplotlib` lets a command refuse before
-its work starts.
 """
 
 import html
-import importlib.util
-import io
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maxdiffusion.costs.step_time import format_seconds, label
-from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.preflight.tiles import Tried
+from maxdiffusion.runtime.charts import COLOURS, empty_figure, open_frame, svg_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Distinct with any kind of colour vision (Okabe and Ito).
-COLOURS = (
-    *("#0072b2", "#e69f00", "#009e73", "#cc79a7"),
-    *("#56b4e9", "#d55e00", "#f0e442", "#999999", "#000000"),
-)
 # From the fastest to the slowest tile, light to dark; readable without colour.
 _HEAT = ("#fff7bc", "#fec44f", "#d95f0e", "#7f2704")
 _REFUSED, _BEST = "#cdcdcd", "#d62728"
 _SLOWEST = 2.0  # cells this many times slower than the best, or more, have the darkest colour
-
-
-def require_matplotlib() -> None:
-    """Raises ProblemsFound if matplotlib is not installed."""
-    if importlib.util.find_spec("matplotlib") is None:
-        problem = Problem(
-            name="matplotlib",
-            value=None,
-            rule="charts need the package matplotlib, which is not installed",
-            remedy='Install it: pip install "maxdiffusion[plots]"',
-        )
-        raise ProblemsFound([problem])
-
-
-def _figure(width: float, height: float) -> "Figure":
-    """Returns an empty figure; sizes are in inches."""
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def _svg(figure: "Figure") -> str:
-    """Returns a figure as an SVG element: the same bytes every time, text as text."""
-    import matplotlib
-
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": "maxdiffusion", "svg.fonttype": "none"}):
-        figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    drawn = text.getvalue()
-    # An element that a page can embed has neither prolog nor metadata, which names other hosts.
-    return re.sub(r"<metadata>.*?</metadata>\s*", "", drawn[drawn.index("<svg") :], flags=re.DOTALL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +41,7 @@ class Bar:
 def stacked_bars(title: str, bars: Sequence[Bar]) -> str:
     """Returns an SVG of horizontal bars; the same parts have the same colours."""
     names = list(dict.fromkeys(name for bar in bars for name in bar.parts))
-    figure = _figure(11, 1.2 + 0.4 * len(bars) + 0.22 * len(names))
+    figure = empty_figure(11, 1.2 + 0.4 * len(bars) + 0.22 * len(names))
     axes = figure.add_subplot()
     rows = range(len(bars))
     starts = [0.0] * len(bars)
@@ -102,7 +59,7 @@ def stacked_bars(title: str, bars: Sequence[Bar]) -> str:
     axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     figure.legend(loc="outside lower left", ncols=1, frameon=False)
-    return _svg(figure)
+    return svg_of(figure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +119,7 @@ class Line:
 
 def line_chart(title: str, lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
     """Returns an SVG of lines over whole numbers, with the legend in the order of their ends."""
-    figure = _figure(9.5, 4.5)
+    figure = empty_figure(9.5, 4.5)
     axes = figure.add_subplot()
     ticks = sorted({x for line in lines for x, _ in line.points})
     for index, line in enumerate(lines):
@@ -174,8 +131,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, y_label: str)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
-    axes.grid(axis="y", color="#dddddd")
-    axes.spines[["top", "right"]].set_visible(False)
+    open_frame(axes)
     axes.set_title(title)
     handles, labels = axes.get_legend_handles_labels()
     # Lines without points come last.
@@ -186,7 +142,7 @@ def line_chart(title: str, lines: Sequence[Line], *, x_label: str, y_label: str)
         loc="outside right upper",
         frameon=False,
     )
-    return _svg(figure)
+    return svg_of(figure)
 
 
 def _last(line: Line) -> float:
@@ -227,7 +183,7 @@ class HeatMap:
     def draw(self, path: Path) -> None:
         """Writes the picture as PNG."""
         columns, rows = self.block_kvs, self.block_qs
-        figure = _figure(max(7.0, 2.5 + 1.3 * len(columns)), 2.2 + 0.7 * len(rows))
+        figure = empty_figure(max(7.0, 2.5 + 1.3 * len(columns)), 2.2 + 0.7 * len(rows))
         axes = figure.add_subplot()
         self._draw_cells(figure, axes)
         axes.set_xticks(range(len(columns)), [f"{size:,}" for size in columns])

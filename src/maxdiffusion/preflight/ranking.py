@@ -18,7 +18,8 @@ from maxdiffusion.generation.job import ResolvedJob
 from maxdiffusion.preflight.command import compiled_report, plan_for_topology, step_flops
 from maxdiffusion.preflight.compile import DENOISE_STEP
 from maxdiffusion.preflight.devices import describe_devices
-from maxdiffusion.preflight.plots import Bar, RankingRow, ranking_page, require_matplotlib
+from maxdiffusion.preflight.plots import Bar, RankingRow, ranking_page
+from maxdiffusion.runtime.charts import require_matplotlib
 from maxdiffusion.runtime.tpu_flags import pins_clock
 
 logger = logging.getLogger(__name__)

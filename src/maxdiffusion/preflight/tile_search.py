@@ -26,7 +26,7 @@ from maxdiffusion.preflight.command import plan_on
 from maxdiffusion.preflight.compile import explain, is_refusal
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.kernels import measure_kernel
-from maxdiffusion.preflight.plots import HeatMap, require_matplotlib
+from maxdiffusion.preflight.plots import HeatMap
 from maxdiffusion.preflight.tiles import (
     Tried,
     attention_seconds,
@@ -35,6 +35,7 @@ from maxdiffusion.preflight.tiles import (
     read_table,
     write_table,
 )
+from maxdiffusion.runtime.charts import require_matplotlib
 from maxdiffusion.runtime.progress import steps_bar
 
 logger = logging.getLogger(__name__)

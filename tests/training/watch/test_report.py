@@ -1,6 +1,7 @@
 """The report is one file that stands alone and shows what the run wrote."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
@@ -8,8 +9,10 @@ import pytest
 
 from maxdiffusion.runtime.video import write_video
 from maxdiffusion.training.metrics import events_file
-from maxdiffusion.training.watch.charts import Axis, Line, line_chart
+from maxdiffusion.training.watch.charts import Curve, curve_chart
 from maxdiffusion.training.watch.report import write_report
+
+SVG = "{http://www.w3.org/2000/svg}"
 
 
 def line(step, part="transformer", **more):
@@ -62,7 +65,7 @@ def test_a_report_shows_experts_buckets_evaluation_samples_and_warnings(tmp_path
     ):
         assert text in page, text
     assert "<script" not in page
-    assert "http" not in page
+    assert not re.findall(r'(?:href|src)="?http', page)
     assert page.count("<svg") == page.count("</svg>") == 8
     assert page.index(">0-125<") < page.index(">125-250<")
 
@@ -72,38 +75,39 @@ def test_a_run_without_a_step_has_a_report(tmp_path):
     assert "Training, 0 steps" in target.read_text()
 
 
-def test_a_chart_is_valid_svg_with_lines_inside_its_frame():
+def test_a_report_without_matplotlib_has_its_table_and_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    page = write_report(written(tmp_path, [line(1), line(2)], [])).read_text()
+    assert "median seconds of a step" in page
+    assert "maxdiffusion[plots]" in page
+    assert "<svg" not in page
+
+
+def test_a_chart_is_valid_svg_with_every_curve_and_its_label():
     steps = np.arange(1, 5001, dtype=float)
-    lines = [
-        Line(label=label, steps=steps, values=np.exp(-steps / scale))
+    curves = [
+        Curve(label=label, steps=steps, values=np.exp(-steps / scale) + 0.1 * (steps % 2))
         for label, scale in (("a & b", 1000), ("c", 4000))
     ]
-    chart = line_chart("Loss", lines, logarithmic=True)
-    svg = ElementTree.fromstring(chart[chart.index("<svg") :])
-    found = svg.findall("polyline")
-    assert len(found) == 2
-    assert "a &amp; b" in chart
-    points = [tuple(map(float, p.split(","))) for one in found for p in one.get("points").split()]
-    assert len(points) == 600
-    assert all(0 <= x <= 640 and 0 <= y <= 260 for x, y in points)
-    labels = [float(text.text) for text in svg.findall("text")]
-    assert {0.01, 0.1} <= {*labels}
+    chart = curve_chart(curves, logarithmic=True)
+    svg = ElementTree.fromstring(chart)
+    assert {"a & b", "c", "step"} <= {"".join(text.itertext()) for text in svg.iter(f"{SVG}text")}
+    shapes = [*svg.iter(f"{SVG}path"), *svg.iter(f"{SVG}use")]
+    colours = [shape.get("style") or "" for shape in shapes]
+    for colour in ("#0072b2", "#e69f00"):  # the band, the means and their entry of the legend
+        assert sum(colour in style for style in colours) == 3
+    assert curve_chart(curves, logarithmic=True) == chart
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "logarithmic", "expected"),
-    [
-        (0.0, 10.0, False, [0, 2, 4, 6, 8, 10]),
-        (0.9, 2.2, False, [1.0, 1.5, 2.0]),
-        (0.09, 1.1, True, [0.1, 0.2, 0.5, 1.0]),
-        (1e-9, 1.0, True, [1e-8, 1e-6, 1e-4, 1e-2, 1]),
-    ],
-)
-def test_ticks_are_round_numbers(low, high, logarithmic, expected):
-    axis = Axis(low=low, high=high, start=0, end=100, logarithmic=logarithmic)
-    np.testing.assert_allclose(axis.ticks(), expected)
+def test_a_curve_of_many_points_is_drawn_as_means_within_their_band():
+    steps = np.arange(1, 5001, dtype=float)
+    grouped = Curve(label="a", steps=steps, values=np.sin(steps)).grouped()
+    assert grouped.steps.shape == (300,)
+    assert np.all(grouped.least <= grouped.means)
+    assert np.all(grouped.means <= grouped.most)
+    assert grouped.means.mean() == pytest.approx(np.sin(steps).mean(), abs=1e-3)
 
 
-def test_a_line_without_points_is_refused():
+def test_a_curve_without_points_is_refused():
     with pytest.raises(ValueError, match="as many values as steps"):
-        Line(label="a", steps=np.zeros(0), values=np.zeros(0))
+        Curve(label="a", steps=np.zeros(0), values=np.zeros(0))

@@ -2,7 +2,8 @@
 
     metrics.jsonl, metrics.events.jsonl -> metrics.html
 
-The page needs no other file and no network: charts are SVG in it, sample videos are embedded.
+The page needs no other file and no network: charts (extra `plots`) are SVG in it, sample
+videos are embedded.
 """
 
 import base64
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from maxdiffusion.errors import RunFailed
+from maxdiffusion.runtime.charts import INSTALL, has_matplotlib
 from maxdiffusion.runtime.files import (
     as_path,
     read_json_lines,
@@ -24,7 +26,7 @@ from maxdiffusion.runtime.files import (
     writing,
 )
 from maxdiffusion.training.metrics import events_file
-from maxdiffusion.training.watch.charts import Line, line_chart
+from maxdiffusion.training.watch.charts import Curve, curve_chart
 
 logger = logging.getLogger(__name__)
 SHOWN_SAMPLES = 4
@@ -102,8 +104,12 @@ class Report:
         yield "hours in steps", f"{seconds / 3600:.3g}"
 
     def _charts(self) -> Iterator[str]:
+        if not has_matplotlib():
+            rule = "Charts need the package matplotlib; all figures are in the metrics file"
+            yield f"<p>{rule}: {html.escape(INSTALL)}</p>"
+            return
         parts = by_part(self.steps)
-        loss = [_line(part or "loss", rows, "learning/loss") for part, rows in parts.items()]
+        loss = [_curve(part or "loss", rows, "learning/loss") for part, rows in parts.items()]
         yield from _chart("Loss", loss, logarithmic=True)
         held_out = _prefixed(
             self.events, "eval/loss", lambda name: not name.startswith("eval/loss_")
@@ -113,20 +119,20 @@ class Report:
         yield from _chart("Loss by timestep", buckets, logarithmic=True)
         held_out = _prefixed(self.events, "eval/loss_")
         yield from _chart("Held-out loss by timestep", held_out, logarithmic=True)
-        norm = _line("gradient norm", self.steps, "learning/gradient_norm")
+        norm = _curve("gradient norm", self.steps, "learning/gradient_norm")
         yield from _chart("Gradient norm", [norm], logarithmic=True)
         names = {name for row in self.steps for name in row if name.startswith("gradient_norm/")}
         for model in sorted({name.removeprefix("gradient_norm/").split(".")[0] for name in names}):
             groups = _prefixed(self.steps, f"gradient_norm/{model}.")
             yield from _chart(f"Gradient norm by part of {model}", groups, logarithmic=True)
-        seconds = _line("seconds", self.steps, "perf/step_time_seconds")
+        seconds = _curve("seconds", self.steps, "perf/step_time_seconds")
         yield from _chart("Seconds of a step", [seconds], logarithmic=True)  # some compile
         for title, name in (
             ("Learning rate", "learning/rate"),
             ("Tokens per second", "perf/tokens_per_second"),
             ("MFU", "perf/mfu"),
         ):
-            yield from _chart(title, [_line(title, self.steps, name)])
+            yield from _chart(title, [_curve(title, self.steps, name)])
 
     def _samples(self) -> Iterator[str]:
         made = [event for event in self.events if "sample" in event]
@@ -144,23 +150,23 @@ def by_part(steps: Rows) -> dict[str, list[Mapping[str, Any]]]:
     return found
 
 
-def _line(label: str, rows: Rows, name: str) -> Line | None:
-    """Returns the line of one figure, or None if no step has it."""
+def _curve(label: str, rows: Rows, name: str) -> Curve | None:
+    """Returns the curve of one figure, or None if no step has it."""
     held = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     if not held:
         return None
     steps, values = np.array(held, np.float64).T
-    return Line(label=label, steps=steps, values=values)
+    return Curve(label=label, steps=steps, values=values)
 
 
 def _prefixed(
     rows: Rows, prefix: str, wanted: Callable[[str], bool] = lambda name: True
-) -> list[Line | None]:
-    """Returns the lines of all figures whose names start with a prefix, in the order of numbers."""
+) -> list[Curve | None]:
+    """Returns the curves of all figures with a prefix, in the order of their numbers."""
     names = {name for row in rows for name in row if name.startswith(prefix) and wanted(name)}
     ends = {name: name[len(prefix) :].strip("/") for name in names}
     ordered = sorted(names, key=lambda name: (_first_number(ends[name]), ends[name]))
-    return [_line(ends[name] or "all", rows, name) for name in ordered]
+    return [_curve(ends[name] or "all", rows, name) for name in ordered]
 
 
 def _first_number(text: str) -> int:
@@ -168,11 +174,13 @@ def _first_number(text: str) -> int:
     return int(digits) if digits.isdigit() else -1
 
 
-def _chart(title: str, lines: Iterable[Line | None], *, logarithmic: bool = False) -> Iterator[str]:
-    """Yields a chart, or nothing if there is no line to draw."""
-    found = [line for line in lines if line is not None and np.any(line.values)]
+def _chart(
+    title: str, curves: Iterable[Curve | None], *, logarithmic: bool = False
+) -> Iterator[str]:
+    """Yields a chart, or nothing if there is no curve to draw."""
+    found = [curve for curve in curves if curve is not None and np.any(curve.values)]
     if found:
-        chart = line_chart(title, found, logarithmic=logarithmic)
+        chart = curve_chart(found, logarithmic=logarithmic)
         yield f"<section><h2>{html.escape(title)}</h2>{chart}</section>"
 
 
@@ -205,11 +213,7 @@ body { font: 15px/1.45 system-ui, sans-serif; color: #222; max-width: 1340px; ma
 h1 { font-size: 1.5em } h2 { font-size: 1.05em; margin: 1.2em 0 .3em }
 main { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr));
        column-gap: 24px } main > * { grid-column: 1 / -1 } main > section { grid-column: auto }
-svg { width: 100%; height: auto; font-size: 12px } svg text { fill: #555 }
-.grid { stroke: #e4e4e4 } .axis { stroke: #888 }
-.legend { margin: 0; font-size: 13px } .legend span { margin-right: 1em; white-space: nowrap }
-.legend i { display: inline-block; width: 12px; height: 12px; margin-right: 4px;
-            vertical-align: -1px }
+svg { width: 100%; height: auto }
 .warning { border-left: 4px solid #d55e00; background: #fdf1e9; padding: .5em .8em }
 table { border-collapse: collapse; justify-self: start }
 th, td { text-align: left; padding: .2em 1em .2em 0;
