@@ -66,7 +66,7 @@ def test_operations_know_their_source(step):
 
 
 def test_collectives_of_a_layer(step):
-    found = [c for c in find_collectives(step, MESH) if c.times == LAYERS]
+    found = [c for c in find_collectives(step, MESH, TPU7X) if c.times == LAYERS]
     assert [(c.kind, c.axes, c.bytes) for c in found] == [
         *[("all-to-all", ("ulysses",), SHARD)] * 3,
         *[("collective-permute", ("ring",), SHARD)] * 2,
@@ -80,7 +80,7 @@ def test_collectives_of_a_layer(step):
 
 
 def test_collectives_outside_of_layers_are_small(step):
-    outside = [c for c in find_collectives(step, MESH) if c.times == 1]
+    outside = [c for c in find_collectives(step, MESH, TPU7X) if c.times == 1]
     assert outside
     # The velocity is gathered over the sequence by a SparseCore, the rest is the guidance's.
     assert {c.axes for c in outside} == {("data",), ("ring", "ulysses")}
@@ -108,7 +108,7 @@ def line(text):
 )
 def test_groups_in_every_spelling(groups, axes, size):
     program = read_program(line(f"%a = f32[8]{{0}} all-gather(%p), {groups}, dimensions={{0}}"))
-    (collective,) = find_collectives(program, MESH)
+    (collective,) = find_collectives(program, MESH, TPU7X)
     assert (collective.axes, collective.group_size) == (axes, size)
     assert collective.sent == round(32 * (size - 1) / size)
 
@@ -124,7 +124,7 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %d = f32[8]{0} collective-permute-done(%s)
 }
 """
-    first, second = find_collectives(read_program(text), MESH)
+    first, second = find_collectives(read_program(text), MESH, TPU7X)
     assert (first.overlap.cycles, first.overlap.kernels) == (70, ("k",))
     assert (second.overlap.cycles, second.overlap.kernels) == (0, ())
     assert first.bytes == first.sent == 32
