@@ -95,11 +95,12 @@ def waits(*windows):
 
 def test_collectives_in_flight_share_their_links():
     assert waits((0, 10)) == [0.0]
-    assert waits((0, 10), (1, 11)) == [0.0, 1.0]
+    assert waits((0, 10), (1, 11)) == [1.0, 0.0], "each is half as fast, and both end after 2 ms"
     assert waits((0, 20), (1, 21)) == [0.0, 0.0]
-    assert waits((0, 20), (1, 1)) == [0.0, 2.0], "a synchronous one waits for the one before it"
+    assert waits((0, 30), (1, 1)) == [0.0, 2.0]
+    assert waits((0, 20), (10, 20)) == [0.0, 0.0], "the first has ended when the second starts"
 
 
 def test_a_wait_for_one_collective_hides_others():
     assert waits((0, 0), (1, 11)) == [1.0, 0.0]
-    assert waits((0, 2), (1, 11)) == [1.0, 0.0]
+    assert waits((0, 2), (1, 11)) == [2.0, 0.0]

@@ -8,10 +8,11 @@ bundles of each part of the code, which the readers of `preflight` fill in.
 """
 
 import dataclasses
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
@@ -139,6 +140,8 @@ def kernel_calls(plan: AttentionPlan) -> KernelCalls:
     )
 
 
+# Rounding of times, in seconds.
+_INSTANT = 1e-12
 _SUFFIXES = re.compile(r"(_partials|_carried|\.\d+)+$")
 
 
@@ -218,8 +221,8 @@ def exposed_seconds(
 ) -> list[float]:
     """Returns the seconds that the core waits for each collective.
 
-    Those of one computation are timed together: each begins when the schedule starts it and the
-    links that it crosses are free, and while the core waits for one the others go on.
+    Those of one computation are timed together: in flight at the same time they share the links
+    that they cross evenly, and while the core waits for one the others go on.
     """
     calls = {_family(name): time.call for name, time in kernels.items()}
 
@@ -259,20 +262,52 @@ def _waits(
         begin = hidden(place.before)
         end = begin if one.overlap is None else begin + hidden(one.overlap)
         events += [(place.start, 0, begin, index), (place.done, 1, end, index)]
-    free: dict[object, float] = {}
-    finished: dict[int, float] = {}
-    waits, waited = [0.0] * len(collectives), 0.0
+    flights, waits, now = _Flights(network=network), [0.0] * len(collectives), 0.0
     for _, is_done, work, index in sorted(events):
-        now = work + waited
+        flights.run(work - now)
+        now = work
         if is_done:
-            waits[index] = max(0.0, finished[index] - now)
-            waited += waits[index]
-            continue
-        busy = network.busy(collectives[index])
-        begin = max([now, *(free.get(link, 0.0) for link in busy)])
-        free |= {link: begin + seconds for link, seconds in busy.items()}
-        finished[index] = begin + max(busy.values(), default=0.0)
+            waits[index] = flights.run_until_done(index)
+        else:
+            flights.start(index, collectives[index])
     return waits
+
+
+@dataclass(kw_only=True)
+class _Flights:
+    """Collectives in flight: the seconds that each would need alone, and the links it crosses."""
+
+    network: Network
+    left: dict[int, float] = field(default_factory=dict)
+    links: dict[int, frozenset[object]] = field(default_factory=dict)
+
+    def start(self, index: int, collective: DeviceCollective) -> None:
+        """Adds a collective."""
+        busy = self.network.busy(collective)
+        if busy:
+            self.left[index] = max(busy.values())
+            self.links[index] = frozenset(busy)
+
+    def run(self, seconds: float) -> None:
+        """Lets time pass."""
+        while seconds > 0.0 and self.left:
+            seconds -= self._next(seconds)
+
+    def run_until_done(self, index: int) -> float:
+        """Lets time pass until a collective has ended; returns the seconds."""
+        waited = 0.0
+        while index in self.left:
+            waited += self._next(math.inf)
+        return waited
+
+    def _next(self, most: float) -> float:
+        """Lets time pass until a collective ends, or at most `most` seconds; returns them."""
+        users = Counter(link for index in self.left for link in self.links[index])
+        slowed = {index: max(users[link] for link in self.links[index]) for index in self.left}
+        passed = min(most, *(left * slowed[index] for index, left in self.left.items()))
+        rest = {index: left - passed / slowed[index] for index, left in self.left.items()}
+        self.left = {index: left for index, left in rest.items() if left > _INSTANT}
+        return passed
 
 
 def _family(name: str) -> str:
