@@ -128,6 +128,23 @@ ENTRY %main (p: f32[8]) -> f32[8] {
     assert (first.overlap.cycles, first.overlap.kernels) == (70, ("k",))
     assert (second.overlap.cycles, second.overlap.kernels) == (0, ())
     assert first.bytes == first.sent == 32
+    assert (first.scheduled.start, first.scheduled.done) == (0, 5)
+    assert (second.scheduled.start, second.scheduled.done) == (1, 2)
+
+
+def test_a_kernel_that_states_its_costs_hides_a_collective():
+    cost = '"cost_estimate":{"flops":"0","transcendentals":"0","bytes_accessed":"3690000000"}'
+    text = f"""
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %c = f32[8]{{0}} copy(%p), backend_config={{"estimated_cycles":"70"}}
+  %s = (f32[8]{{0}}, f32[8]{{0}}, u32[]) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}
+  %k = f32[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", backend_config={{{cost}}}
+  %d = f32[8]{{0}} collective-permute-done(%s)
+}}
+"""  # noqa: E501
+    (hop,) = find_collectives(read_program(text), MESH, TPU7X)
+    assert hop.scheduled.before.cycles == 70
+    assert hop.overlap.cycles == round(TPU7X.clock_hz * 1e-3), "3.69 GB through HBM take 1 ms"
 
 
 def test_the_costlier_branch_of_a_choice_counts():
