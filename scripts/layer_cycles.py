@@ -21,7 +21,11 @@ from pathlib import Path
 from typing import Any
 
 SMALL_TILE = 512
-COLLECTIVES = ("all-to-all", "collective-permute", "all-gather", "all-reduce", "reduce-scatter")
+# A call that starts and ends elsewhere is a collective that a SparseCore runs.
+COLLECTIVES = (
+    *("all-to-all", "collective-permute", "all-gather", "all-reduce", "reduce-scatter"),
+    *("call-start", "call-done"),
+)
 
 
 def main() -> int:
@@ -129,8 +133,26 @@ def show(text: str, layers: int, least: int, chip: Any) -> None:
         print(f"{count:>11,} {purpose}")
     copied = sum(weight_copies(program).values())
     print(f"{copied:>11,} bytes of weights copied to other tiles before the first layer")
-    figures = {"cycles_per_layer_outside_kernels": cycles.layer, "copied_weight_bytes": copied}
+    alone = exposed_kinds(program, layers, chip)
+    print(f"{len(alone):>11,} collectives of a layer with nothing to hide them: {', '.join(alone)}")
+    figures = {
+        "cycles_per_layer_outside_kernels": cycles.layer,
+        "copied_weight_bytes": copied,
+        "exposed_collectives": alone,
+    }
     print(json.dumps(figures | sums))
+
+
+def exposed_kinds(program: Any, layers: int, chip: Any) -> list[str]:
+    """Returns the kinds of a layer's collectives that nothing runs next to, by name."""
+    from maxdiffusion.preflight.readers.collectives import find_collectives
+
+    return sorted(
+        f"{one.kind} {one.name}"
+        for one in find_collectives(program, {}, chip)
+        if one.times % layers == 0
+        and (one.overlap is None or not (one.overlap.cycles or one.overlap.kernels))
+    )
 
 
 def source_of(stack: Sequence[Any]) -> str:

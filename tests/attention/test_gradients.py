@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from maxdiffusion.attention import ATTENTION_NAMES, plan_attention, plan_cross_attention
 from maxdiffusion.attention.backends.base import ATTENTION_LOG_SUM, ATTENTION_OUT
 from maxdiffusion.attention.registry import ATTENTION_OPS, differentiable_names
+from maxdiffusion.costs.chips import CHIPS
 from maxdiffusion.preflight.readers.collectives import find_collectives
 from maxdiffusion.preflight.readers.hlo import read_program
 from tests.attention.cases import QUICK, Case, allowed_error, inputs_of, mesh_of, placed
@@ -124,7 +125,7 @@ def check_collectives(plan, program):
 def sent_bytes(program, mesh):
     """Bytes that the busiest device sends in a compiled program, by kind and axes."""
     totals: dict = {}
-    for one in find_collectives(read_program(program.as_text()), mesh.shape):
+    for one in find_collectives(read_program(program.as_text()), mesh.shape, CHIPS["tpu7x"]):
         senders = [pair[0] for pair in one.pairs] or range(mesh.size)
         by_device = totals.setdefault((one.kind, one.axes), np.zeros(mesh.size, int))
         np.add.at(by_device, np.array(senders), one.sent)

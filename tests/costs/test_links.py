@@ -3,7 +3,7 @@
 import pytest
 
 from maxdiffusion.costs.chips import read_topology
-from maxdiffusion.costs.links import DeviceCollective, Overlap, grid_network
+from maxdiffusion.costs.links import DeviceCollective, Overlap, Scheduled, grid_network
 from maxdiffusion.costs.step_time import KernelTime, exposed_seconds
 
 # Bytes of one tensor of all tokens of a 720p video: 75,600 tokens of 5120 in bfloat16.
@@ -60,9 +60,47 @@ def test_only_what_is_not_hidden_counts():
 
     def exposed(overlap):
         hop = collective("collective-permute", 200_000_000, pairs=pairs, overlap=overlap)
-        return exposed_seconds(hop, kernels, links)
+        (seconds,) = exposed_seconds([hop], kernels, links)
+        return seconds
 
     assert exposed(None) == pytest.approx(2e-3)
     assert exposed(Overlap(cycles=2_200_000, kernels=())) == pytest.approx(1e-3, rel=1e-3)
     assert exposed(Overlap(cycles=0, kernels=("flash.3",))) == pytest.approx(1e-3)
     assert exposed(Overlap(cycles=0, kernels=("flash.3", "flash_carried.4", "flash.5"))) == 0.0
+
+
+def waits(*windows):
+    """Seconds of waiting for hops of 1 ms over one link, each started and done at a position.
+
+    Ten positions of the schedule are 1 ms of work.
+    """
+    links = network_of("v6e:2x4")
+    cycles = round(links.topology.chip.clock_hz * 1e-3)
+
+    def work(start, done):
+        return Overlap(cycles=cycles * (done // 10 - start // 10), kernels=())
+
+    found = [
+        collective(
+            "collective-permute",
+            100_000_000,
+            pairs=((0, 1), (1, 0)),
+            overlap=None if start == done else work(start, done),
+            scheduled=Scheduled(computation="body", start=start, done=done, before=work(0, start)),
+        )
+        for start, done in windows
+    ]
+    return [round(seconds * 1e3, 3) for seconds in exposed_seconds(found, {}, links)]
+
+
+def test_collectives_in_flight_share_their_links():
+    assert waits((0, 10)) == [0.0]
+    assert waits((0, 10), (1, 11)) == [1.0, 0.0], "each is half as fast, and both end after 2 ms"
+    assert waits((0, 20), (1, 21)) == [0.0, 0.0]
+    assert waits((0, 30), (1, 1)) == [0.0, 2.0]
+    assert waits((0, 20), (10, 20)) == [0.0, 0.0], "the first has ended when the second starts"
+
+
+def test_a_wait_for_one_collective_hides_others():
+    assert waits((0, 0), (1, 11)) == [1.0, 0.0]
+    assert waits((0, 2), (1, 11)) == [2.0, 0.0]

@@ -54,7 +54,7 @@ def report():
     topology = read_topology("tpu7x:2x2x1")
     program = read_program(recorded("denoise_step_two_layers.txt"))
     cycles = count_cycles(program, SIZES.layers, CHIPS["tpu7x"])
-    collectives = find_collectives(program, MESH)
+    collectives = find_collectives(program, MESH, CHIPS["tpu7x"])
     flops = forward_flops(SIZES, tokens=7800, text_length=512, batch=2)
     memory = Memory(
         arguments=1_652_910_080, outputs=544, temporaries=1_541_796_096, code=14_615_552

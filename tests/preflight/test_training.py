@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from maxdiffusion.costs.chips import CHIPS
 from maxdiffusion.preflight.readers.collectives import find_collectives
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.training import TrainingMemory
@@ -61,7 +62,7 @@ ENTRY %main (x: f32[8,16]) -> f32[8,4] {
 
 
 def test_collectives_of_a_sparsecore_are_found():
-    (one,) = find_collectives(read_program(SPARSECORE), {"data": 2, "fsdp": 4})
+    (one,) = find_collectives(read_program(SPARSECORE), {"data": 2, "fsdp": 4}, CHIPS["tpu7x"])
     assert (one.kind, one.axes, one.group_size) == ("reduce-scatter", ("fsdp",), 4)
     assert one.bytes == 8 * 4 * 4
     assert one.overlap is not None

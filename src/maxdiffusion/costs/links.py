@@ -30,12 +30,27 @@ class Overlap:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """The place of a collective in the schedule of one computation of a program.
+
+    `start` and `done` are positions in that computation, the same one for a synchronous collective.
+    `before` is the work of the computation up to the start.
+    """
+
+    computation: str
+    start: int
+    done: int
+    before: Overlap
+
+
+@dataclass(frozen=True, kw_only=True)
 class DeviceCollective:
     """A collective between devices, which are numbered as in the mesh.
 
     `bytes` are those of the array on one device. A collective-permute has `pairs` of (source,
     target), the other kinds have `groups`. `times` counts its runs in one run of the program.
-    `overlap` is None for a synchronous collective. `name` and `operation` are the compiler's.
+    `overlap` is None for a synchronous collective. `scheduled` is None for one that is timed alone,
+    not next to others. `name` and `operation` are the compiler's.
     """
 
     kind: str
@@ -45,6 +60,7 @@ class DeviceCollective:
     times: int = 1
     axes: tuple[str, ...] = ()
     overlap: Overlap | None = None
+    scheduled: Scheduled | None = None
     name: str = ""
     operation: str = ""
 
@@ -120,6 +136,13 @@ class Network:
 
     def seconds(self, collective: DeviceCollective) -> float:
         """Returns the time of one collective if nothing else uses the links."""
+        return max(self.busy(collective).values(), default=0.0)
+
+    def busy(self, collective: DeviceCollective) -> dict[Link | DevicePosition, float]:
+        """Returns the seconds for which a collective occupies each link.
+
+        The link between the devices of a chip is named by the device that sends.
+        """
         loads: defaultdict[Link, float] = defaultdict(float)
         within: defaultdict[DevicePosition, float] = defaultdict(float)
         for source, target, size in collective.transfers():
@@ -129,9 +152,8 @@ class Network:
             for link in self.route(start.chip, end.chip):
                 loads[link] += size
         chip = self.topology.chip
-        between = max(loads.values(), default=0) / chip.link_bandwidth
-        inside = max(within.values(), default=0) / chip.core_bandwidth
-        return max(between, inside)
+        between = {link: size / chip.link_bandwidth for link, size in loads.items()}
+        return between | {core: size / chip.core_bandwidth for core, size in within.items()}
 
     def route(self, start: Coordinates, end: Coordinates) -> Iterator[Link]:
         """Yields the links from one chip to another."""

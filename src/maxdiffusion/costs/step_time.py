@@ -8,15 +8,17 @@ bundles of each part of the code, which the readers of `preflight` fill in.
 """
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from maxdiffusion.attention import AttentionPlan, BlockAttention
 from maxdiffusion.attention.backends.base import Tile
 from maxdiffusion.costs.chips import Chip
-from maxdiffusion.costs.links import DeviceCollective, Network
+from maxdiffusion.costs.links import DeviceCollective, Network, Overlap, Scheduled
 
 # Measured on tpu7x by the public maxdiffusion (kernels/internal_ring_attention.py of an unmerged
 # branch): a kernel with more bundles than this ran 2.1 times slower, 91.2 instead of 43.4 ms a
@@ -138,6 +140,8 @@ def kernel_calls(plan: AttentionPlan) -> KernelCalls:
     )
 
 
+# Rounding of times, in seconds.
+_INSTANT = 1e-12
 _SUFFIXES = re.compile(r"(_partials|_carried|\.\d+)+$")
 
 
@@ -202,23 +206,108 @@ def step_time(
         kernels={name: time.step for name, time in kernels.items()},
         outside={purpose: chip.seconds(count) for purpose, count in cycles.items() if count},
         exposed_collectives=sum(
-            exposed_seconds(collective, kernels, network) * collective.times
-            for collective in collectives
+            seconds * collective.times
+            for seconds, collective in zip(
+                exposed_seconds(collectives, kernels, network), collectives, strict=True
+            )
         ),
     )
 
 
 def exposed_seconds(
-    collective: DeviceCollective, kernels: Mapping[str, KernelTime], network: Network
-) -> float:
-    """Returns the seconds of one collective that its overlap does not hide."""
-    seconds = network.seconds(collective)
-    overlap = collective.overlap
-    if overlap is None:
-        return seconds
+    collectives: Sequence[DeviceCollective],
+    kernels: Mapping[str, KernelTime],
+    network: Network,
+) -> list[float]:
+    """Returns the seconds that the core waits for each collective.
+
+    Those of one computation are timed together: in flight at the same time they share the links
+    that they cross evenly, and while the core waits for one the others go on.
+    """
     calls = {_family(name): time.call for name, time in kernels.items()}
-    hidden = sum(calls.get(_family(name), 0.0) for name in overlap.kernels)
-    return max(0.0, seconds - network.topology.chip.seconds(overlap.cycles) - hidden)
+
+    def hidden(work: Overlap) -> float:
+        in_kernels = sum(calls.get(_family(name), 0.0) for name in work.kernels)
+        return network.topology.chip.seconds(work.cycles) + in_kernels
+
+    waits = [0.0] * len(collectives)
+    for together in _computations(collectives):
+        of_group = _waits([collectives[index] for index in together], hidden, network)
+        for index, wait in zip(together, of_group, strict=True):
+            waits[index] = wait
+    return waits
+
+
+def _computations(collectives: Sequence[DeviceCollective]) -> list[list[int]]:
+    """Returns the collectives by runs of computations; a computation may be called twice."""
+    runs: dict[object, list[int]] = {}
+    seen: Counter[object] = Counter()
+    for index, one in enumerate(collectives):
+        place = one.scheduled
+        at = index if place is None else (place.computation, place.start)
+        seen[at] += 1
+        run = index if place is None else (place.computation, seen[at])
+        runs.setdefault(run, []).append(index)
+    return [*runs.values()]
+
+
+def _waits(
+    collectives: Sequence[DeviceCollective], hidden: Callable[[Overlap], float], network: Network
+) -> list[float]:
+    """Returns the waits for collectives of one computation, by going through its schedule."""
+    nothing = Overlap(cycles=0, kernels=())
+    events: list[tuple[int, int, float, int]] = []  # position, 0 or 1 = done, work before, index
+    for index, one in enumerate(collectives):
+        place = one.scheduled or Scheduled(computation="", start=0, done=1, before=nothing)
+        begin = hidden(place.before)
+        end = begin if one.overlap is None else begin + hidden(one.overlap)
+        events += [(place.start, 0, begin, index), (place.done, 1, end, index)]
+    flights, waits, now = _Flights(network=network), [0.0] * len(collectives), 0.0
+    for _, is_done, work, index in sorted(events):
+        flights.run(work - now)
+        now = work
+        if is_done:
+            waits[index] = flights.run_until_done(index)
+        else:
+            flights.start(index, collectives[index])
+    return waits
+
+
+@dataclass(kw_only=True)
+class _Flights:
+    """Collectives in flight: the seconds that each would need alone, and the links it crosses."""
+
+    network: Network
+    left: dict[int, float] = field(default_factory=dict)
+    links: dict[int, frozenset[object]] = field(default_factory=dict)
+
+    def start(self, index: int, collective: DeviceCollective) -> None:
+        """Adds a collective."""
+        busy = self.network.busy(collective)
+        if busy:
+            self.left[index] = max(busy.values())
+            self.links[index] = frozenset(busy)
+
+    def run(self, seconds: float) -> None:
+        """Lets time pass."""
+        while seconds > 0.0 and self.left:
+            seconds -= self._next(seconds)
+
+    def run_until_done(self, index: int) -> float:
+        """Lets time pass until a collective has ended; returns the seconds."""
+        waited = 0.0
+        while index in self.left:
+            waited += self._next(math.inf)
+        return waited
+
+    def _next(self, most: float) -> float:
+        """Lets time pass until a collective ends, or at most `most` seconds; returns them."""
+        users = Counter(link for index in self.left for link in self.links[index])
+        slowed = {index: max(users[link] for link in self.links[index]) for index in self.left}
+        passed = min(most, *(left * slowed[index] for index, left in self.left.items()))
+        rest = {index: left - passed / slowed[index] for index, left in self.left.items()}
+        self.left = {index: left for index, left in rest.items() if left > _INSTANT}
+        return passed
 
 
 def _family(name: str) -> str:

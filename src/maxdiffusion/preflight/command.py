@@ -191,7 +191,7 @@ def assemble(
     (step,) = (program for program in programs if program.name == DENOISE_STEP)
     schedule = read_program(step.text)
     cycles = count_cycles(schedule, transformer.layers, chip)
-    collectives = find_collectives(schedule, mesh.shape)
+    collectives = find_collectives(schedule, mesh.shape, chip)
     pinned = pins_clock(chip.name)
     topology = replace(job.topology, chip=chip.as_run(pinned=pinned))
     links = network(topology, mesh.devices.flatten().tolist())
@@ -309,6 +309,6 @@ def program_seconds(text: str, network: Network) -> float:
         chip=chip,
         kernels={},
         cycles=count_cycles(schedule, 1, chip).by_key(),
-        collectives=find_collectives(schedule, {"device": len(network.positions)}),
+        collectives=find_collectives(schedule, {"device": len(network.positions)}, chip),
         network=network,
     ).total

@@ -276,7 +276,7 @@ def assemble(
     training, chip = job.training, job.topology.chip
     schedule = read_program(program.text)
     cycles = count_cycles(schedule, training.transformer.layers, chip)
-    collectives = find_collectives(schedule, training.mesh.shape)
+    collectives = find_collectives(schedule, training.mesh.shape, chip)
     at: Mapping[str, Any] = {
         "schedule": schedule,
         "figures": figures,

@@ -103,6 +103,13 @@ SHARDED_WEIGHTS = (
     ),
     _on("xla_tpu_overlap_compute_collective_tc", "overlaps collectives that a TensorCore drives"),
     _on("xla_enable_async_all_gather", "starts all-gathers of fsdp early"),
+    # Compiled for v6e, never run there by this project. Public v6e recipes run all-reduces on the
+    # SparseCores in this way; on tpu7x libtpu does it for all-gathers by itself.
+    _on(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "gathers weights on the SparseCores, under products and kernels",
+        chips=frozenset({"v6e"}),
+    ),
 )
 TRAINING = (
     _on("xla_tpu_enable_data_parallel_all_reduce_opt", "overlaps gradient sums over the data axis"),

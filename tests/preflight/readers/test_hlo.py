@@ -66,7 +66,7 @@ def test_operations_know_their_source(step):
 
 
 def test_collectives_of_a_layer(step):
-    found = [c for c in find_collectives(step, MESH) if c.times == LAYERS]
+    found = [c for c in find_collectives(step, MESH, TPU7X) if c.times == LAYERS]
     assert [(c.kind, c.axes, c.bytes) for c in found] == [
         *[("all-to-all", ("ulysses",), SHARD)] * 3,
         *[("collective-permute", ("ring",), SHARD)] * 2,
@@ -80,7 +80,7 @@ def test_collectives_of_a_layer(step):
 
 
 def test_collectives_outside_of_layers_are_small(step):
-    outside = [c for c in find_collectives(step, MESH) if c.times == 1]
+    outside = [c for c in find_collectives(step, MESH, TPU7X) if c.times == 1]
     assert outside
     # The velocity is gathered over the sequence by a SparseCore, the rest is the guidance's.
     assert {c.axes for c in outside} == {("data",), ("ring", "ulysses")}
@@ -108,7 +108,7 @@ def line(text):
 )
 def test_groups_in_every_spelling(groups, axes, size):
     program = read_program(line(f"%a = f32[8]{{0}} all-gather(%p), {groups}, dimensions={{0}}"))
-    (collective,) = find_collectives(program, MESH)
+    (collective,) = find_collectives(program, MESH, TPU7X)
     assert (collective.axes, collective.group_size) == (axes, size)
     assert collective.sent == round(32 * (size - 1) / size)
 
@@ -124,10 +124,27 @@ ENTRY %main (p: f32[8]) -> f32[8] {
   %d = f32[8]{0} collective-permute-done(%s)
 }
 """
-    first, second = find_collectives(read_program(text), MESH)
+    first, second = find_collectives(read_program(text), MESH, TPU7X)
     assert (first.overlap.cycles, first.overlap.kernels) == (70, ("k",))
     assert (second.overlap.cycles, second.overlap.kernels) == (0, ())
     assert first.bytes == first.sent == 32
+    assert (first.scheduled.start, first.scheduled.done) == (0, 5)
+    assert (second.scheduled.start, second.scheduled.done) == (1, 2)
+
+
+def test_a_kernel_that_states_its_costs_hides_a_collective():
+    cost = '"cost_estimate":{"flops":"0","transcendentals":"0","bytes_accessed":"3690000000"}'
+    text = f"""
+ENTRY %main (p: f32[8]) -> f32[8] {{
+  %c = f32[8]{{0}} copy(%p), backend_config={{"estimated_cycles":"70"}}
+  %s = (f32[8]{{0}}, f32[8]{{0}}, u32[]) collective-permute-start(%p), source_target_pairs={{{{0,1}},{{1,0}}}}
+  %k = f32[8]{{0}} custom-call(%p), custom_call_target="tpu_custom_call", backend_config={{{cost}}}
+  %d = f32[8]{{0}} collective-permute-done(%s)
+}}
+"""  # noqa: E501
+    (hop,) = find_collectives(read_program(text), MESH, TPU7X)
+    assert hop.scheduled.before.cycles == 70
+    assert hop.overlap.cycles == round(TPU7X.clock_hz * 1e-3), "3.69 GB through HBM take 1 ms"
 
 
 def test_the_costlier_branch_of_a_choice_counts():

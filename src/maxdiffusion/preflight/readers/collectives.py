@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from maxdiffusion.costs.links import COLLECTIVE_KINDS, DeviceCollective, Overlap
-from maxdiffusion.preflight.readers.cycles import visits
+from maxdiffusion.costs.chips import Chip
+from maxdiffusion.costs.links import COLLECTIVE_KINDS, DeviceCollective, Overlap, Scheduled
+from maxdiffusion.preflight.readers.cycles import cycles_of, visits
 from maxdiffusion.preflight.readers.hlo import Instruction, ScheduledProgram
 
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -21,7 +22,7 @@ CALL_START = "call-start"
 
 
 def find_collectives(
-    program: ScheduledProgram, mesh_shape: Mapping[str, int]
+    program: ScheduledProgram, mesh_shape: Mapping[str, int], chip: Chip
 ) -> tuple[DeviceCollective, ...]:
     """Returns the collectives of a program on a mesh of that shape, in schedule order."""
     positions = {
@@ -36,8 +37,9 @@ def find_collectives(
         if kind is None or instruction is None:
             continue
         # A SparseCore runs a collective of its own computation next to the TensorCore.
-        start = visit.instruction if visit.instruction.opcode == CALL_START else instruction
+        start = instruction if _starts(instruction) else visit.instruction
         groups = _groups(instruction)
+        scheduled, overlap = _schedule(program, start, positions, chip)
         found.append(
             DeviceCollective(
                 name=instruction.name,
@@ -47,7 +49,8 @@ def find_collectives(
                 axes=_axes(groups, mesh_shape),
                 pairs=_pairs(instruction),
                 times=visit.times,
-                overlap=_overlap(program, start, positions) if _starts(start) else None,
+                overlap=overlap if _starts(start) else None,
+                scheduled=scheduled,
                 operation=instruction.operation,
             )
         )
@@ -86,20 +89,30 @@ def _bytes(instruction: Instruction, kind: str, started: bool) -> int:
     return sum(parts) // 2  # operands and results
 
 
-def _overlap(
+def _schedule(
     program: ScheduledProgram,
     start: Instruction,
     positions: Mapping[str, tuple[str, int]],
-) -> Overlap:
-    computation, first = positions[start.name]
-    done = re.compile(rf"-done\(.*%{re.escape(start.name)}(?![\w.\-])")
-    cycles, kernels = 0, []
-    for instruction in program.computations[computation][first + 1 :]:
-        if done.search(instruction.text):
-            break
-        cycles += instruction.estimated_cycles
-        kernels += [instruction.name] if instruction.is_kernel else []
-    return Overlap(cycles=cycles, kernels=tuple(kernels))
+    chip: Chip,
+) -> tuple[Scheduled, Overlap]:
+    """Returns the place of a collective, and the work between its start and its done."""
+    name, first = positions[start.name]
+    body, last = program.computations[name], first
+    if _starts(start):
+        done = re.compile(rf"-done\(.*%{re.escape(start.name)}(?![\w.\-])")
+        after = range(first + 1, len(body))
+        last = next((at for at in after if done.search(body[at].text)), len(body))
+    before = _work(body[:first], chip)
+    place = Scheduled(computation=name, start=first, done=last, before=before)
+    return place, _work(body[first + 1 : last], chip)
+
+
+def _work(instructions: Sequence[Instruction], chip: Chip) -> Overlap:
+    """Returns cycles and kernels; those of a kernel that states its costs are among the cycles."""
+    return Overlap(
+        cycles=sum(cycles_of(one, chip) for one in instructions),
+        kernels=tuple(one.name for one in instructions if one.is_kernel),
+    )
 
 
 def _pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
