@@ -16,7 +16,12 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from maxdiffusion.attention import AttentionOptions, AttentionProblem
+from maxdiffusion.attention import (
+    AttentionOptions,
+    AttentionProblem,
+    UnsupportedAttention,
+    with_gradient,
+)
 from maxdiffusion.attention.registry import DOT_PRODUCT, differentiable_names
 from maxdiffusion.costs.chips import CHIPS, Chip, topology_under
 from maxdiffusion.costs.flops import ForwardFlops, forward_flops
@@ -122,10 +127,20 @@ def choose_attention(
     possible = choices(
         task, data=stated.data, context=stated.context, fsdp=stated.fsdp, tensor=stated.tensor
     )
-    found = [one for one in possible if not keeps_split or one.shape.ulysses == stated.ulysses]
+    kept = [one for one in possible if not keeps_split or one.shape.ulysses == stated.ulysses]
+    found = [one for one in kept if _trains(one)]
     if not found:
         return DOT_PRODUCT, mesh, f"attention auto: {DOT_PRODUCT}, since no other name can run"
     return found[0].name, build_mesh(found[0].shape, devices=devices), _reason(found, names)
+
+
+def _trains(choice: Choice) -> bool:
+    """Returns whether the backward kernel of a choice runs at its sizes too."""
+    try:
+        with_gradient(choice.plan)
+    except UnsupportedAttention:
+        return False
+    return True
 
 
 def _shape(mesh: Mesh) -> MeshShape:

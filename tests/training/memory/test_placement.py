@@ -56,7 +56,8 @@ def losses_of(run, experts, steps=2):
         ((), (16, 6), (("data", "ulysses"), None)),
         ((None, "fsdp"), (6, 16), (None, ("fsdp", "data", "ulysses"))),
         (("fsdp",), (2,), ("fsdp",)),
-        ((None, ("data",)), (8, 8), ("ulysses", "data")),
+        ((None, ("data",)), (8, 8), (None, ("data", "ulysses"))),
+        ((None, ("data",)), (8, 6), ("ulysses", "data")),
     ],
 )
 def test_more_axes_go_where_they_divide(spec, shape, wanted):
