@@ -127,7 +127,7 @@ def spread_over(
     used = {axis for entry in spec for axis in entry}
     free = [axis for axis in axes if axis not in used and mesh.shape[axis] > 1]
     best: tuple[int, int, tuple[str, ...]] = (1, 0, ())
-    for dim, size in sorted(enumerate(shape), key=lambda pair: not spec[pair[0]]):
+    for dim, size in sorted(enumerate(shape), key=lambda one: axes_size(mesh, spec[one[0]]) == 1):
         for count in range(len(free), 0, -1):
             more = tuple(free[:count])
             held = axes_size(mesh, (*spec[dim], *more))
@@ -171,6 +171,22 @@ def _scattered(weight: jax.Array, dims: tuple[str, ...], mesh: Mesh) -> jax.Arra
     if own.is_fully_replicated:
         return weight
     return _gradient_in(spread_over(own, weight.shape), weight)
+
+
+def gradient_bytes(values: Mapping[str, Any]) -> int:
+    """Returns the bytes of the float32 gradients of (abstract) parameters on one device.
+
+    Those of sharded matrices of blocks, which are stacked, are split over all axes.
+    """
+
+    def placed(path: str, leaf: Any) -> NamedSharding:
+        own: NamedSharding = leaf.sharding
+        in_block = path.startswith("blocks.") and not own.is_fully_replicated
+        return spread_over(own, leaf.shape) if in_block else own
+
+    return sum(
+        4 * math.prod(placed(path, leaf).shard_shape(leaf.shape)) for path, leaf in values.items()
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
