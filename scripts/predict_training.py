@@ -42,9 +42,7 @@ ROWS: Mapping[str, tuple[str, ...]] = {
     "published_full": (
         *("base_wan_27b.yml", "attention=ulysses", "remat_policy=FULL", *PUBLISHED),
     ),
-    "published_saved": (
-        *("base_wan_27b.yml", *OURS, *PUBLISHED),
-    ),
+    "published_saved": ("base_wan_27b.yml", *OURS, *PUBLISHED),
 }
 
 
