@@ -2,15 +2,19 @@
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import pytest
 
+from maxdiffusion.config.load import read_config
 from maxdiffusion.costs.chips import CHIPS
 from maxdiffusion.preflight.readers.collectives import find_collectives
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.training import TrainingMemory
+from maxdiffusion.preflight.training_job import plan_training
 from maxdiffusion.preflight.training_kernels import BACKWARD, FORWARD, direction
+from tests.described_tpus import DescribedCore
 from tests.processes import run_python
 
 CONFIG = Path(__file__).parents[2] / "configs/wan_tiny.yml"
@@ -42,6 +46,29 @@ def test_the_peak_is_the_sum_of_its_parts():
         host=100,
     )
     assert memory.peak == 28
+
+
+def test_auto_trains_a14b_with_our_kernels():
+    """The devices of tpu7x:2x4x4; nothing is compiled."""
+    places = product(range(4), range(4), range(2), range(2))
+    cores = [
+        DescribedCore(coords=(x, y, z), core_on_chip=core, id=index)
+        for index, (z, y, x, core) in enumerate(places)
+    ]
+    parsed = read_config(
+        [
+            *(str(CONFIG.with_name("base_wan_27b.yml")), "topology=tpu7x:2x4x4", "attention=auto"),
+            *("global_batch_size=16", "ici_fsdp_parallelism=16", "ici_context_parallelism=4"),
+            "remat_policy=ATTENTION",
+        ]
+    )
+    training = plan_training(parsed, cores).training
+    assert training.attention == "ulysses_ring_custom"
+    shape = training.mesh.shape
+    assert (shape["fsdp"], shape["ring"] * shape["ulysses"]) == (16, 4)
+    plan = training.block_attention.self_attention
+    assert plan.fused
+    assert plan.backend.has_shard_gradients
 
 
 SPARSECORE = """\

@@ -144,6 +144,31 @@ def test_remat_changes_what_is_kept_and_not_the_gradient(gradients):
     assert kept[Remat.FULL] < kept[Remat.MATMUL_WITHOUT_BATCH]
 
 
+def test_names_keep_the_tokens_of_every_layer():
+    """Only traced: each name keeps one array of tokens.
+
+    Less what only the operation that makes it needs, such as a bias.
+    """
+
+    def kept(saved):
+        run = training(remat=RematPolicy(kind=Remat.CUSTOM, saved=saved))
+        values = state_of(run).values
+
+        def loss(values):
+            return run.loss(EXPERT)(values, batch_of(0), jax.random.key(0))[0]
+
+        with jax.set_mesh(run.mesh):
+            leaves = jax.tree.leaves(jax.eval_shape(lambda v: jax.vjp(loss, v)[1], values))
+        return sum(leaf.size for leaf in leaves), run
+
+    names = ("attn1_change", "attn2_change", "ffn_change", "query_proj")
+    (least, run), (more, _) = kept(()), kept(names)
+    config, batch = run.transformer, run.batch
+    tokens = batch.clips * config.tokens(batch.latent) * config.model_dim
+    whole = len(names) * config.layers * tokens
+    assert 0.95 * whole < more - least <= whole
+
+
 def test_unknown_names_of_remat_are_refused():
     with pytest.raises(ProblemsFound, match=r"names_which_can_be_saved='ffn'.*attn_output"):
         RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))

@@ -180,6 +180,10 @@ class AttentionPlan(Attention):
         self, q: ProjectedHeads, k: ProjectedHeads, v: ProjectedHeads
     ) -> Float[Array, "B S D"]:
         """Returns the attention of padded projections whose qk-norm and RoPE are pending."""
+        q, k, v = (
+            replace(part, values=checkpoint_name(part.values, name))
+            for part, name in ((q, Q_NAME), (k, K_NAME), (v, V_NAME))
+        )
         arrays, tree = jax.tree.flatten((q, k, v))
         specs = (
             *pending_specs(q, self.problem.q_spec),
@@ -187,7 +191,8 @@ class AttentionPlan(Attention):
             *pending_specs(v, self.problem.kv_spec),
         )
         local = functools.partial(self._attend_projected_shard, tree)
-        return self._shard_map(local, specs)(*arrays)
+        named: Array = checkpoint_name(self._shard_map(local, specs)(*arrays), OUT_NAME)
+        return named
 
     def _attend_projected_shard(
         self, tree: jax.tree_util.PyTreeDef, *arrays: Array

@@ -34,7 +34,7 @@ from maxdiffusion.preflight.training_job import (
 )
 from maxdiffusion.preflight.training_kernels import direction, training_kernel_times
 from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
-from maxdiffusion.training.memory.placement import HOST, bytes_on_device
+from maxdiffusion.training.memory.placement import HOST, bytes_on_device, gradient_bytes
 
 logger = logging.getLogger(__name__)
 TRAIN_STEP = "train_step"
@@ -45,8 +45,8 @@ KERNELS = "maxdiffusion.preflight.training_kernels"
 class TrainingMemory:
     """Bytes on one device by what they are; `host` are those in the memory of its host.
 
-    Gradients are float32 and sharded as their parameters, or as the moments where these are sharded
-    further. What else a step needs at its peak are activations and workspace.
+    Gradients are float32, those of matrices of blocks split over all axes, others sharded as their
+    parameters. What else a step needs at its peak are activations and workspace.
     """
 
     weights: int
@@ -84,7 +84,7 @@ def training_memory(
     weights = bytes_on_device(state.values) + bytes_on_device(inputs.frozen)
     means, moments = bytes_on_device(state.ema), bytes_on_device(state.moments)
     trained = state.values[job.expert]
-    gradients = min(bytes_on_device(trained), memory.temporaries)
+    gradients = min(gradient_bytes(trained), memory.temporaries)
     whole = {"values": state.values, "ema": state.ema, "moments": state.moments}
     of_expert = {kind: held[job.expert] for kind, held in whole.items()}
     frozen = inputs.frozen.get(job.expert, {})

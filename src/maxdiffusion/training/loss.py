@@ -26,7 +26,12 @@ from maxdiffusion.errors import Problem, ProblemsFound
 from maxdiffusion.mesh import ActivationLayout
 from maxdiffusion.models.abstract import AbstractModel, Values, register_tree
 from maxdiffusion.models.wan import WanTransformer
-from maxdiffusion.models.wan.block import TextKeysValues
+from maxdiffusion.models.wan.block import (
+    CROSS_CHANGE,
+    MLP_CHANGE,
+    SELF_CHANGE,
+    TextKeysValues,
+)
 from maxdiffusion.models.wan.transformer import BlockStep
 from maxdiffusion.training.image_conditioning import (
     ImageConditioning,
@@ -34,10 +39,14 @@ from maxdiffusion.training.image_conditioning import (
     NoImage,
     NoisyClips,
 )
+from maxdiffusion.training.memory.placement import with_scattered_gradients
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
-NAMES = (HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, ATTENTION_OUT, ATTENTION_LOG_SUM)
+NAMES = (
+    *(HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, ATTENTION_OUT, ATTENTION_LOG_SUM),
+    *(SELF_CHANGE, CROSS_CHANGE, MLP_CHANGE),
+)
 _DEVICE, _HOST = "device", "pinned_host"
 
 
@@ -390,8 +399,12 @@ class WanLoss:
             layout=self.layout,
             known_frames=image.conditioning.known_frames,
             known_timestep_B=image.known_timestep,
-            wrap_block=self.remat.wrap_block,
+            wrap_block=self._wrap_block,
         )
+
+    def _wrap_block(self, step: BlockStep) -> BlockStep:
+        mesh = self.layout.mesh
+        return self.remat.wrap_block(step if mesh is None else with_scattered_gradients(step, mesh))
 
 
 def _tokens(batch: ClipBatch, dtype: jnp.dtype) -> Float[Array, "B I O"] | None:

@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import NamedSharding, PartitionSpec
 
+from maxdiffusion.models.wan.layers import FLOAT32, Linear
 from maxdiffusion.training.loss import (
     ExpertSchedule,
     NoiseLevels,
@@ -26,6 +28,7 @@ from maxdiffusion.training.memory.placement import (
     in_memory,
     spread_over,
     state_shardings,
+    with_scattered_gradients,
 )
 from maxdiffusion.training.step import Placed, first_state, first_state_of_each, make_step
 from maxdiffusion.training.wan import on_mesh
@@ -56,7 +59,9 @@ def losses_of(run, experts, steps=2):
         ((), (16, 6), (("data", "ulysses"), None)),
         ((None, "fsdp"), (6, 16), (None, ("fsdp", "data", "ulysses"))),
         (("fsdp",), (2,), ("fsdp",)),
-        ((None, ("data",)), (8, 8), ("ulysses", "data")),
+        ((None, ("data",)), (8, 8), (None, ("data", "ulysses"))),
+        ((None, ("data",)), (8, 6), ("ulysses", "data")),
+        (("tensor", "fsdp"), (8, 8), ("tensor", ("fsdp", "data", "ulysses"))),
     ],
 )
 def test_more_axes_go_where_they_divide(spec, shape, wanted):
@@ -64,6 +69,28 @@ def test_more_axes_go_where_they_divide(spec, shape, wanted):
     found = spread_over(NamedSharding(mesh, PartitionSpec(*spec)), shape)
     plain = PartitionSpec(*wanted)
     assert found.is_equivalent_to(NamedSharding(mesh, plain), len(shape))
+
+
+def test_gradients_of_sharded_matrices_are_split_over_all_axes():
+    mesh = mesh_of(data=2, fsdp=2, ulysses=2)
+    linear = Linear((16, 8), ("model", "mlp"), FLOAT32, rngs=nnx.Rngs(0))
+    graph, layer = nnx.split(linear)
+    tokens = jnp.linspace(-1.0, 1.0, 8 * 16).reshape(8, 16)
+
+    def step(x, inputs):
+        return nnx.merge(graph, inputs[0])(x), None
+
+    def loss(step):
+        return jax.grad(lambda layer: jnp.sum(jnp.square(step(tokens, (layer,))[0])))
+
+    plain = loss(step)(layer)
+    with jax.set_mesh(mesh):
+        found = jax.jit(loss(with_scattered_gradients(step, mesh)))(layer)
+    for name in ("kernel", "bias"):
+        np.testing.assert_allclose(found[name][...], plain[name][...], rtol=1e-5)
+    split = NamedSharding(mesh, PartitionSpec(("fsdp", "data", "ulysses")))
+    assert found["kernel"][...].sharding.is_equivalent_to(split, 2)
+    assert with_scattered_gradients(step, mesh_of()) is step
 
 
 @pytest.fixture(scope="module")

@@ -288,7 +288,7 @@ class KernelScheme(ContextParallel):
         ) -> tuple[Ran, Saved]:
             kind = Result.OUTPUT_AND_LOG_SUM
             ran = self.run(queries, k, v, mask, lengths=lengths, backend=backend, result=kind)
-            outs = tuple(checkpoint_name(out, ATTENTION_OUT) for out, _ in ran.results)
+            outs = tuple(_kept(out) for out, _ in ran.results)
             log_sums = tuple(checkpoint_name(rows, ATTENTION_LOG_SUM) for _, rows in ran.results)
             return Ran(outs, ran.k), Saved(queries, ran.k, v, mask, outs, log_sums)
 
@@ -309,6 +309,16 @@ class KernelScheme(ContextParallel):
             return tuple(d_queries), d_k.astype(dtype), d_v.astype(dtype), None
 
         return forward, backward
+
+
+def _kept(out: Queries) -> Queries:
+    """Returns an output, named with its heads side by side.
+
+    As [S, N, H] a stack of kept outputs has few heads in each tile and is slow to write and read:
+    2 % of the work of a layer outside of kernels (docs/design/training_step.md).
+    """
+    named: Array = checkpoint_name(out.reshape(*out.shape[:2], -1), ATTENTION_OUT)
+    return named.reshape(out.shape)
 
 
 def output_gradient(q: Queries, out: Queries, log_sum: LogSum, d_out: Queries) -> OutputGradient:

@@ -13,6 +13,7 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxdiffusion.attention import Attention, AttentionPlan, BlockAttention
@@ -31,6 +32,10 @@ from maxdiffusion.models.wan.layers import (
     modulate,
     modulation_table,
 )
+
+# Names of what the three parts of a block add to the tokens. Rematerialisation may keep them: the
+# gradient of a gate reads them, and they are results of products that nothing else needs again.
+SELF_CHANGE, CROSS_CHANGE, MLP_CHANGE = "attn1_change", "attn2_change", "ffn_change"
 
 
 @jax.tree_util.register_dataclass
@@ -293,13 +298,15 @@ class WanBlock(nnx.Module):
             modulated = modulate(x, shift, scale, eps=self.eps)
             modulated = materialize(modulated) if self.materializes else modulated
             change = self.attn1(modulated, step, attention=attention.self_attention, layout=layout)
+            change = checkpoint_name(change, SELF_CHANGE)
             x = constrain_tokens(gated_sum(x, change, gate), layout)
         with jax.named_scope("cross_attention"):
             change = self.attn2(self.norm2(x), text, attention=attention, layout=layout)
+            change = checkpoint_name(change, CROSS_CHANGE)
             x = constrain_tokens(x + change, layout)
         with jax.named_scope("ffn"):
             modulated = modulate(x, shift_2, scale_2, eps=self.eps)
-            change = self.ffn(modulated, layout=layout)
+            change = checkpoint_name(self.ffn(modulated, layout=layout), MLP_CHANGE)
             return constrain_tokens(gated_sum(x, change, gate_2), layout)
 
     def modulations(self, step: StepContext, tokens: int) -> tuple[Float[Array, "B #S D"], ...]:

@@ -5,20 +5,22 @@
                                    in host memory
     an expert that is not trained  on the device, or in host memory until its next turn
 
-With ZeRO the gradients are reduce-scattered instead of all-reduced, each device updates its part,
-and the updates are all-gathered.
+With ZeRO each device updates its part of the moments, and the updates are all-gathered. Gradients
+of sharded matrices are reduce-scattered over all axes, layer by layer, in any case.
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.mesh.mesh import axes_size
+from maxdiffusion.mesh.mesh import axes_size, parameter_sharding
 from maxdiffusion.models.abstract import Values
 
 T = TypeVar("T")
@@ -115,8 +117,9 @@ def spread_over(
 ) -> NamedSharding:
     """Returns a sharding over more axes of the mesh, as many as divide one of the dimensions.
 
-    The dimension that takes most devices gets them, of equals the first; axes that a sharding
-    already uses, and those of one device, are left out.
+    The dimension that takes most devices gets them, of equals one that is sharded already (a sum
+    over all axes is then one reduce-scatter), else the first. Axes that a sharding already uses,
+    and those of one device, are left out.
     """
     mesh = sharding.mesh
     assert isinstance(mesh, Mesh)
@@ -124,7 +127,7 @@ def spread_over(
     used = {axis for entry in spec for axis in entry}
     free = [axis for axis in axes if axis not in used and mesh.shape[axis] > 1]
     best: tuple[int, int, tuple[str, ...]] = (1, 0, ())
-    for dim, size in enumerate(shape):
+    for dim, size in sorted(enumerate(shape), key=lambda one: axes_size(mesh, spec[one[0]]) == 1):
         for count in range(len(free), 0, -1):
             more = tuple(free[:count])
             held = axes_size(mesh, (*spec[dim], *more))
@@ -136,6 +139,66 @@ def spread_over(
     if more:
         spec[dim] = (*spec[dim], *more)
     return NamedSharding(mesh, PartitionSpec(*(entry or None for entry in spec)))
+
+
+LayerStep = Callable[..., tuple[jax.Array, Any]]  # (tokens, (weights, ...)) -> (tokens, ...)
+
+
+def with_scattered_gradients(step: LayerStep, mesh: Mesh) -> LayerStep:
+    """Returns the step of a layer, with the gradients of its sharded matrices reduce-scattered.
+
+    Batch and tokens are split over data, fsdp and context, matrices over fsdp alone. XLA sums such
+    a gradient by an all-reduce over all of these axes and keeps a slice: twice the bytes, and the
+    whole matrix on every device. Where the result is split over the same axes as the sum, it is a
+    reduce-scatter.
+    """
+    if mesh.size == 1:
+        return step
+
+    def scattered(tokens: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        layer, *rest = inputs
+        flat = [
+            (path, one.replace(_scattered(one[...], one.dims, mesh)))
+            for path, one in nnx.to_flat_state(layer)
+        ]
+        return step(tokens, (nnx.from_flat_state(flat), *rest))
+
+    return scattered
+
+
+def _scattered(weight: jax.Array, dims: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    own = parameter_sharding(mesh, dims, weight.shape)
+    if own.is_fully_replicated:
+        return weight
+    return _gradient_in(spread_over(own, weight.shape), weight)
+
+
+def gradient_bytes(values: Mapping[str, Any]) -> int:
+    """Returns the bytes of the float32 gradients of (abstract) parameters on one device.
+
+    Those of sharded matrices of blocks, which are stacked, are split over all axes.
+    """
+
+    def placed(path: str, leaf: Any) -> NamedSharding:
+        own: NamedSharding = leaf.sharding
+        in_block = path.startswith("blocks.") and not own.is_fully_replicated
+        return spread_over(own, leaf.shape) if in_block else own
+
+    return sum(
+        4 * math.prod(placed(path, leaf).shard_shape(leaf.shape)) for path, leaf in values.items()
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gradient_in(sharding: NamedSharding, weight: jax.Array) -> jax.Array:
+    """Returns the weight; its gradient gets a sharding."""
+    return weight
+
+
+_gradient_in.defvjp(
+    lambda sharding, weight: (weight, None),
+    lambda sharding, _, gradient: (jax.lax.with_sharding_constraint(gradient, sharding),),
+)
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
