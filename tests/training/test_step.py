@@ -174,6 +174,24 @@ def test_unknown_names_of_remat_are_refused():
         RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))
 
 
+@pytest.mark.parametrize(
+    ("policy", "attention", "said"),
+    [
+        (RematPolicy(kind=Remat.ATTENTION), "flash", "remat ATTENTION"),
+        (RematPolicy(kind=Remat.FULL), "dot_product", "remat FULL"),
+        (
+            RematPolicy(kind=Remat.ATTENTION),
+            "dot_product",
+            "remat ATTENTION (no attention_out or attention_log_sum in dense einsum: the backward "
+            "pass computes this attention again)",
+        ),
+    ],
+)
+def test_the_report_says_where_remat_has_nothing_to_keep(policy, attention, said):
+    plan = training(attention=attention, remat=policy).block_attention.self_attention
+    assert policy.describe(plan) == said
+
+
 @pytest.mark.slow
 def test_each_size_of_clips_has_its_own_step(monkeypatch):
     taken = []
