@@ -18,6 +18,15 @@ from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
 from maxdiffusion.training.data.store import SHARD, model_hash
 from maxdiffusion.training.data.synthetic import ClipFormat
 from tests.training.command_line import CONFIG, small_run
+from tests.training.interrupted import (
+    SHARDED,
+    assert_moments_are_sharded,
+    assert_same_end,
+    run_until_killed,
+    shared_programs,
+)
+
+__all__ = ["shared_programs"]
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
 CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
@@ -56,28 +65,39 @@ def read_steps(tmp_path):
 
 
 @pytest.mark.slow
-def test_trains_continues_and_writes_a_model(cache, tmp_path, capsys):
-    assert train_wan.main(arguments(tmp_path, "max_train_steps=2")) == 0
-    model = tmp_path / "model"
-    more = (
-        "max_train_steps=3",
-        f"export_dir={model}",
-        "weights_dtype=float32",
-        "sample_every=3",
-        "num_inference_steps=1",
-        f"output_dir={tmp_path / 'samples'}",
-    )
-    assert train_wan.main(arguments(tmp_path, *more)) == 0
-    said = capsys.readouterr().out
-    assert "continuing after step 2" in said
-    report = (tmp_path / "metrics.html").read_text()
-    assert "Training, 3 steps" in report
+def test_a_killed_run_continues_bit_for_bit_and_writes_a_model(
+    cache, shared_programs, tmp_path, capsys
+):
+    def run(name, *more):
+        folder = tmp_path / name
+        return small_run(
+            MODEL,
+            tmp_path,
+            *("ici_data_parallelism=4", "ici_fsdp_parallelism=2", SHARDED, shared_programs),
+            *("max_train_steps=4", "checkpoint_every=2", "weights_dtype=float32"),
+            f"checkpoint_dir={folder / 'checkpoints'}",
+            f"metrics_file={folder / 'metrics.jsonl'}",
+            f"export_dir={folder / 'model'}",
+            *more,
+        )
+
+    assert train_wan.main(run("whole")) == 0
+    assert_moments_are_sharded(tmp_path / "whole")
+    run_until_killed(run("killed"), step=4)
+    assert read_steps(tmp_path / "killed") == [1, 2, 3]
+    samples = tmp_path / "samples"
+    sampled = ("sample_every=4", "num_inference_steps=1", f"output_dir={samples}")
+    assert train_wan.main(run("killed", *sampled)) == 0
+    assert "continuing after step 2" in capsys.readouterr().out
+    assert_same_end(tmp_path / "whole", tmp_path / "killed")
+    report = (tmp_path / "killed" / "metrics.html").read_text()
+    assert "Training, 4 steps" in report
     assert "data:video/mp4;base64," in report
     assert "remat NONE" in report  # of the start-up report
-    assert read_steps(tmp_path) == [1, 2, 3]
-    video, _ = read_video(tmp_path / "samples" / "step_000003.mp4")
+    video, _ = read_video(samples / "step_000004.mp4")
     assert video.shape == (5, 32, 32, 3)
-    line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    model = tmp_path / "killed" / "model"
+    line = json.loads((tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()[-1])
     assert line["perf/tokens_per_second"] > 0
     assert any(name.startswith("learning/loss_") for name in line)
     _, spec = open_wan_folder(model)
