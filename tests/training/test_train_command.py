@@ -10,14 +10,9 @@ import pytest
 from maxdiffusion import preprocess_wan, train_wan
 from maxdiffusion.checkpoints.safetensors_io import open_weights
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.runtime.video import read_video, write_video
 from maxdiffusion.training.data import store as training_data
-from maxdiffusion.training.data.batches import SyntheticClips
-from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
-from maxdiffusion.training.data.store import SHARD, model_hash
-from maxdiffusion.training.data.synthetic import ClipFormat
-from tests.training.command_line import CONFIG, small_run
+from tests.training.command_line import CONFIG, fill, noise, small_run
 from tests.training.interrupted import (
     SHARDED,
     assert_moments_are_sharded,
@@ -29,24 +24,12 @@ from tests.training.interrupted import (
 __all__ = ["shared_programs"]
 
 MODEL = Path(__file__).parents[1] / "goldens" / "wan21_t2v"
-CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
 
 
 @pytest.fixture
 def cache(tmp_path):
     """Clips that were encoded before: by noise instead of an autoencoder, which is quicker."""
-    folder, spec = open_wan_folder(MODEL)
-    tokenizer = PromptTokenizer.load(MODEL / "tokenizer")
-    longest = max(len(tokenizer.ids(CLIPS.caption(index))) for index in range(8))
-    tokens = next(size for size in (32, 64, 128) if longest <= size)
-    rng = np.random.default_rng(0)
-    fill_cache(
-        tmp_path / "cache",
-        CLIPS,
-        CachePlan(model=model_hash(folder), caption_tokens=tokens, shard=SHARD),
-        encode=lambda videos: rng.standard_normal((len(videos), 2, 4, 4, spec.vae.z_dim)),
-        tokenize=tokenizer.ids,
-    )
+    fill(tmp_path / "cache", MODEL, noise())
     return tmp_path / "cache"
 
 

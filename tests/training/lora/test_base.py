@@ -15,17 +15,14 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.training.checkpoints import check_base
 from maxdiffusion.training.data.batches import SyntheticClips
-from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
-from maxdiffusion.training.data.store import SHARD, model_hash
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.lora.base import AdapterRun
 from maxdiffusion.training.results import Model, SampleVideos
 from maxdiffusion.training.settings import batch_shape, wan_training
 from maxdiffusion.training.wan import Tokens
-from tests.training.command_line import small_run
+from tests.training.command_line import fill, noise, small_run
 from tests.training.interrupted import (
     SHARDED,
     assert_moments_are_sharded,
@@ -39,21 +36,7 @@ __all__ = ["shared_programs"]
 
 MODEL = Path(__file__).parents[2] / "goldens" / "wan21_t2v"
 CONFIG = Path(__file__).parents[3] / "configs" / "train_lora_embedded.yml"
-CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
 FIRST = "pytorch_lora_weights.safetensors"
-
-
-def fill(cache, location, encode, clips=CLIPS):
-    """Clips that were encoded before: by a function instead of an autoencoder."""
-    folder, _ = open_wan_folder(location)
-    tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
-    longest = max(len(tokenizer.ids(clips.caption(index))) for index in range(len(clips)))
-    plan = CachePlan(
-        model=model_hash(folder),
-        caption_tokens=next(size for size in (32, 64, 128) if longest <= size),
-        shard=SHARD,
-    )
-    fill_cache(cache, clips, plan, encode=encode, tokenize=tokenizer.ids)
 
 
 def arguments(tmp_path, model, *more):
@@ -150,8 +133,7 @@ def test_a_killed_run_on_known_first_frames_continues_bit_for_bit(
     shared_programs, tmp_path, capsys
 ):
     model = changed_model(tmp_path / "model", {"expand_timesteps": True})
-    rng = np.random.default_rng(0)
-    fill(tmp_path / "cache", model, lambda clips: rng.standard_normal((len(clips), 2, 4, 4, 16)))
+    fill(tmp_path / "cache", model, noise())
 
     def run(name, *more, where=model):
         return arguments(
