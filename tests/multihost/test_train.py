@@ -23,6 +23,7 @@ def arguments(folder: Path, *more: str) -> list[str]:
         folder,
         *("model_name=wan2.2", "train_experts=high_noise", "attention=ulysses_ring_custom"),
         *("ici_data_parallelism=1", "ici_ring_parallelism=2", "ici_ulysses_parallelism=4"),
+        "learning_rate_schedule_steps=4",  # of the whole run, whichever part of it is made
         f"checkpoint_dir={folder / 'checkpoints'}",
         f"metrics_file={folder / 'metrics.jsonl'}",
         *more,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from maxdiffusion import preprocess_wan, train_wan
 from maxdiffusion.checkpoints.safetensors_io import open_weights
@@ -128,7 +129,7 @@ def test_a_full_disk_is_found_before_the_work(cache, tmp_path, capsys, monkeypat
         ("train_data_dir=nowhere", "training data='nowhere': is not a folder"),
         ("video_buckets=[[5,32]]", "every bucket must be [frames, height, width]"),
         ("video_buckets=[[5,32,40]]", "width=40: must be a positive multiple of 16"),
-        ("video_buckets=[[5,64,64]]", "video_buckets=['5x64x64']: none of 17 videos fits"),
+        ("video_buckets=[[5,64,64]]", "video_buckets=['5x64x64']: none of 33 videos fits"),
         ("dataset_type=synthetic", "buckets are for dataset_type=videos"),
     ],
 )
@@ -137,20 +138,24 @@ def test_bad_data_is_one_clear_line(videos, tmp_path, capsys, change, message):
     assert message in capsys.readouterr().err
 
 
-BUCKETS = {(5, 32, 32): (2, 4, 4), (5, 16, 48): (2, 2, 6)}
+BUCKETS = {(5, 32, 32): (2, 4, 4), (1, 16, 48): (1, 2, 6)}
+BATCH = 16  # two clips on every device
 
 
 @pytest.fixture
 def videos(tmp_path):
-    """Eight videos for each of two buckets, one that is too small, and the keys to use them."""
+    """A batch of videos, one of images, a video that is too small, and the keys to use them."""
     folder = tmp_path / "videos"
-    sizes = [(5, 32, 32), (6, 20, 50)] * 8
-    for number, size in enumerate([*sizes, (5, 8, 8)]):
-        frames = np.full((*size, 3), 10 * number, np.uint8)
-        write_video(folder / f"{number:02d}.mp4", frames, fps=8)
-        (folder / f"{number:02d}.txt").write_text(f"clip {number}")
+    write_video(folder / "small.mp4", np.zeros((5, 8, 8, 3), np.uint8), fps=8)
+    for number in range(BATCH):
+        pixels = np.full((5, 32, 50, 3), 10 * number, np.uint8)
+        write_video(folder / f"video_{number}.mp4", pixels[:, :, :32], fps=8)
+        Image.fromarray(pixels[0, :20]).save(folder / f"image_{number}.png")
+    for file in [*folder.iterdir()]:
+        file.with_suffix(".txt").write_text(f"the clip {file.stem}")
     return (
         "dataset_type=videos",
+        f"global_batch_size={BATCH}",
         f"train_data_dir={folder}",
         f"video_buckets={[list(size) for size in BUCKETS]}",
         "train_text_encoder=false",
@@ -158,7 +163,7 @@ def videos(tmp_path):
 
 
 @pytest.mark.slow
-def test_videos_of_two_sizes_train_on_stored_text(videos, tmp_path, capsys, monkeypatch):
+def test_images_and_videos_train_on_stored_text(videos, tmp_path, capsys, monkeypatch):
     def quick(folder, spec):
         """Noise instead of an autoencoder, which is quicker."""
 
@@ -172,9 +177,10 @@ def test_videos_of_two_sizes_train_on_stored_text(videos, tmp_path, capsys, monk
     monkeypatch.setattr(training_data, "clip_encoder", quick)
     assert preprocess_wan.main(arguments(tmp_path, *videos)) == 0
     said = capsys.readouterr().out
-    assert "8 of 8 clips of 5x16x48" in said
+    assert "16 of 16 clips of 5x32x32" in said
+    assert "16 of 16 clips of 1x16x48" in said
     assert "1 clips were skipped" in said
-    assert "16.mp4: is 5x8x8, and smaller than every bucket" in said
+    assert "small.mp4: is 5x8x8, and smaller than every bucket" in said
     # From here on everything that is encoded is read.
     monkeypatch.delattr(training_data, "clip_encoder")
     monkeypatch.delattr(training_data, "text_encoder")
@@ -182,12 +188,12 @@ def test_videos_of_two_sizes_train_on_stored_text(videos, tmp_path, capsys, monk
     assert train_wan.main(arguments(tmp_path, *videos, *more)) == 0
     said = capsys.readouterr().out
     assert "model: new weights" in said
-    assert "latents (2, 4, 4) or (2, 2, 6)" in said
+    assert "latents (2, 4, 4) or (1, 2, 6)" in said
     assert "from stored embeddings" in said
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     times = [line["perf/tokens_per_second"] * line["perf/step_time_seconds"] for line in lines]
-    # Eight clips of 2 x 2 x 2 or 2 x 1 x 3 tokens.
-    assert {round(tokens) for tokens in times} == {64, 48}
+    # Clips of 2 x 2 x 2 or 1 x 1 x 3 tokens.
+    assert {round(tokens) for tokens in times} == {8 * BATCH, 3 * BATCH}
     stored = tmp_path / "checkpoints" / "3" / "state" / "_METADATA"
     assert "transformer" in stored.read_text()
     assert "text_encoder" not in stored.read_text()
