@@ -63,11 +63,11 @@ def shared_programs(tmp_path):
     compilation_cache.reset_cache()
 
 
-def run_until_killed(arguments, step):
-    """Runs train_wan in a process of its own that SIGKILL ends while it computes a step."""
+def run_until_killed(arguments, step, *, doing="computing"):
+    """Runs train_wan in a process that SIGKILL ends while it computes or saves a step."""
     # The same compiler settings as in this process, so that bits can be compared.
     quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    done = run_python(KILLED_RUN, step, *arguments, variables=quick)
+    done = run_python(KILLED_RUN, doing, step, *arguments, variables=quick)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
 
 

@@ -1,9 +1,11 @@
-"""A run of train_wan that is killed in the middle of a step, as by kill -9.
+"""A run of train_wan that is killed in the middle of a step or of a checkpoint, as by kill -9.
 
-python killed_run.py STEP CONFIG.yml checkpoint_dir=FOLDER ...
+python killed_run.py computing STEP CONFIG.yml checkpoint_dir=FOLDER ...
+python killed_run.py saving STEP CONFIG.yml checkpoint_dir=FOLDER ...
 
-ends itself by SIGKILL when STEP was started and the one before it was reported. A checkpoint is
-complete by then, so that the next run has something to continue from.
+The first ends itself by SIGKILL when STEP was started and the one before it was reported, the
+second while the checkpoint of STEP is written. An earlier checkpoint is complete by then, so that
+the next run has something to continue from.
 """
 
 import os
@@ -21,7 +23,11 @@ def wait_for_a_checkpoint(folder: Path) -> None:
         time.sleep(0.01)
 
 
-def kill_in(step: int, folder: Path) -> None:
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_while_computing(step: int, folder: Path) -> None:
     """Makes the training loop of this process end in a step."""
     start, reporter = training_run.Loop._step, training_run.reporter
 
@@ -36,7 +42,7 @@ def kill_in(step: int, folder: Path) -> None:
         def reported(figures):
             report(figures)
             if figures.step == step - 1:  # the loop reads a step after it started the next
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill()
 
         return reported
 
@@ -44,8 +50,22 @@ def kill_in(step: int, folder: Path) -> None:
     training_run.reporter = killer
 
 
+def kill_while_saving(step: int, folder: Path) -> None:
+    """Makes the training loop of this process end as soon as threads write a checkpoint."""
+    save = training_run.Checkpoints.save
+
+    def saved(checkpoints, state, data):
+        save(checkpoints, state, data)
+        if int(state.step) == step:
+            wait_for_a_checkpoint(folder)
+            kill()
+
+    training_run.Checkpoints.save = saved
+
+
 if __name__ == "__main__":
-    step, *arguments = sys.argv[1:]
+    doing, step, *arguments = sys.argv[1:]
     named = dict(argument.split("=", 1) for argument in arguments[1:])
-    kill_in(int(step), Path(named["checkpoint_dir"]))
+    ends = {"computing": kill_while_computing, "saving": kill_while_saving}[doing]
+    ends(int(step), Path(named["checkpoint_dir"]))
     sys.exit(train_wan.main(arguments))

@@ -162,9 +162,9 @@ def test_a_killed_run_on_known_first_frames_continues_bit_for_bit(
     assert "trainable parameters" in said
     assert "in bfloat16, in 2 shards (fsdp)" in said
     assert_moments_are_sharded(tmp_path / "whole")
-    run_until_killed(run("killed"), step=4)
+    run_until_killed(run("killed"), step=4, doing="saving")
     assert train("killed") == 0
-    assert "continuing after step 2" in capsys.readouterr().out
+    assert "continuing after step" in capsys.readouterr().out  # 2, unless the write was quick
     assert_same_end(tmp_path / "whole", tmp_path / "killed")
     whole = load_file(tmp_path / "whole" / "model" / FIRST)
     assert all(np.abs(value).max() > 0 for value in whole.values())
