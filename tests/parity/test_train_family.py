@@ -1,6 +1,5 @@
 """Trainings of models of the family, from folders with their own autoencoders, on video files."""
 
-import json
 from pathlib import Path
 
 import jax
@@ -32,8 +31,16 @@ from tests.oracle.tiny_family import (
     wan22_ti2v,
     write_family,
 )
-from tests.training.interrupted import Ends, Killed, die, weights
+from tests.training.interrupted import (
+    SHARDED,
+    assert_moments_are_sharded,
+    assert_same_end,
+    run_until_killed,
+    shared_programs,
+    weights,
+)
 
+__all__ = ["shared_programs"]
 CONFIG = Path(__file__).parents[2] / "configs" / "train_embedded.yml"
 TRANSFORMER = TransformerSize(heads=2, head_dim=24, layers=2, ffn=64)
 FRAMES, HEIGHT, WIDTH = 5, 32, 64
@@ -94,7 +101,8 @@ def arguments(model, videos, work, *more):
         "dataset_type": "videos",
         "train_data_dir": videos,
         "global_batch_size": CLIPS,
-        "ici_data_parallelism": 8,
+        "ici_data_parallelism": 4,
+        "ici_fsdp_parallelism": 2,
         "train_text_encoder": "false",
         "weights_dtype": "float32",
         "learning_rate": "1e-3",
@@ -104,43 +112,34 @@ def arguments(model, videos, work, *more):
 
 
 class Trained:
-    """Runs of one model: whole, and in parts that end by a crash."""
+    """Runs of one model: whole, and one that is killed and continued."""
 
-    def __init__(self, model, videos, work):
-        self.model, self.videos, self.work = model, videos, work
+    def __init__(self, model, videos, work, *more):
+        self.model, self.videos, self.work, self.more = model, videos, work, more
 
-    def train(self, name, *more):
+    def arguments(self, name, *more):
         folder = self.work / name
-        return train_wan.main(
-            arguments(
-                self.model,
-                self.videos,
-                self.work,
-                "max_train_steps=4",
-                "checkpoint_every=2",
-                f"checkpoint_dir={folder / 'checkpoints'}",
-                f"export_dir={folder / 'model'}",
-                f"metrics_file={folder / 'metrics.jsonl'}",
-                *more,
-            )
+        return arguments(
+            self.model,
+            self.videos,
+            self.work,
+            *("max_train_steps=4", "checkpoint_every=2", SHARDED),
+            f"checkpoint_dir={folder / 'checkpoints'}",
+            f"export_dir={folder / 'model'}",
+            f"metrics_file={folder / 'metrics.jsonl'}",
+            *self.more,
+            *more,
         )
 
-    def assert_continues_bit_for_bit(self, monkeypatch, *more):
-        assert self.train("whole", *more) == 0
-        ends = Ends(monkeypatch)
-        ends.after(3, die)  # one step after a checkpoint
-        with pytest.raises(Killed):
-            self.train("parts", *more)
-        ends.never()
-        assert self.train("parts", *more) == 0
-        whole, parts = (weights(self.work / name / "model") for name in ("whole", "parts"))
-        for name, value in whole.items():
-            np.testing.assert_array_equal(value, parts[name], err_msg=name)
-        assert self.losses("whole") == self.losses("parts")
+    def train(self, name, *more):
+        return train_wan.main(self.arguments(name, *more))
 
-    def losses(self, name):
-        lines = (self.work / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line)["learning/loss"] for line in lines]
+    def assert_continues_bit_for_bit(self):
+        assert self.train("whole") == 0
+        assert_moments_are_sharded(self.work / "whole")
+        run_until_killed(self.arguments("killed"), step=4)
+        assert self.train("killed") == 0
+        assert_same_end(self.work / "whole", self.work / "killed")
 
 
 def encoded_by_diffusers(folder: Path, frames: np.ndarray) -> np.ndarray:
@@ -154,7 +153,7 @@ def encoded_by_diffusers(folder: Path, frames: np.ndarray) -> np.ndarray:
 
 
 def test_5b_trains_from_a_folder_and_continues_bit_for_bit(
-    ti2v, videos, tmp_path, monkeypatch, capsys
+    ti2v, videos, shared_programs, tmp_path, capsys
 ):
     assert preprocess_wan.main(arguments(ti2v, videos, tmp_path)) == 0
     cached = CachedClips(tmp_path / "cache")
@@ -163,8 +162,8 @@ def test_5b_trains_from_a_folder_and_continues_bit_for_bit(
     np.testing.assert_allclose(
         cached[3]["latents"], encoded_by_diffusers(ti2v, frames), rtol=0, atol=1e-4
     )
-    runs = Trained(ti2v, videos, tmp_path)
-    runs.assert_continues_bit_for_bit(monkeypatch, "first_frame_dropout=0.25")
+    runs = Trained(ti2v, videos, tmp_path, shared_programs, "first_frame_dropout=0.25")
+    runs.assert_continues_bit_for_bit()
     assert "25 % of the clips are text to video" in capsys.readouterr().out
     before, after = weights(ti2v), weights(tmp_path / "whole" / "model")
     assert before.keys() == after.keys()
@@ -198,13 +197,13 @@ def first_frame_of(videos: Path, clip: int) -> np.ndarray:
 
 
 def test_a_model_with_clip_trains_from_a_folder_and_continues_bit_for_bit(
-    i2v, videos, tmp_path, monkeypatch, capsys
+    i2v, videos, shared_programs, tmp_path, capsys
 ):
     assert preprocess_wan.main(arguments(i2v, videos, tmp_path)) == 0
     assert_stores_what_diffusers_encodes(i2v, videos, CachedClips(tmp_path / "cache"))
     assert_the_loss_is_that_of_diffusers(i2v, videos, tmp_path)
-    runs = Trained(i2v, videos, tmp_path)
-    runs.assert_continues_bit_for_bit(monkeypatch)
+    runs = Trained(i2v, videos, tmp_path, shared_programs)
+    runs.assert_continues_bit_for_bit()
     assert "first frame as channels, and its 5 CLIP tokens" in capsys.readouterr().out
     before, after = weights(i2v), weights(tmp_path / "whole" / "model")
     assert before.keys() == after.keys()
@@ -212,7 +211,7 @@ def test_a_model_with_clip_trains_from_a_folder_and_continues_bit_for_bit(
     Image.fromarray(first_frame_of(videos, 0)).save(tmp_path / "first.png")
     sampled = ("max_train_steps=5", "sample_every=5", "num_inference_steps=1")
     image = f"image_url={tmp_path / 'first.png'}"
-    assert runs.train("parts", *sampled, image, f"output_dir={tmp_path}", "export_dir=") == 0
+    assert runs.train("killed", *sampled, image, f"output_dir={tmp_path}", "export_dir=") == 0
     video, _ = read_video(tmp_path / "step_000005.mp4")
     assert video.shape == (FRAMES, HEIGHT, WIDTH, 3)
 

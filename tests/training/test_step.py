@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from maxdiffusion.attention import AttentionOptions, UnsupportedAttention
+from maxdiffusion.attention.registry import ATTENTION_OPS, differentiable_names
 from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.training.loss import (
     ExpertSchedule,
@@ -42,7 +43,10 @@ from tests.training.tiny_training import (
 )
 
 # Sums in float32 in another order: a loss is a mean over 1,000 values, each from a network of
-# depth 2, so that some 50 roundings of 6e-8 remain below this.
+# depth 2, so that some 50 roundings of 6e-8 remain below this. A step adds little: Adam moves every
+# weight by at most the rate, and turns the sign only of a move whose gradient is below its own
+# error. So the loss moves by rate x sum |error of a gradient|, of N weights at most rate x sqrt(N)
+# x norm x 3e-6, which is 4e-6 for 2e-3, 5e5 weights and a norm of 1 (clipped).
 RTOL = 1e-5
 EXPERT = "transformer"
 
@@ -59,16 +63,34 @@ def test_few_tokens_train_with_dot_product_where_a_name_gives_way():
     assert run.block_attention.self_attention.runs == "dot_product"
 
 
+# A name for every scheme, and the mesh that it is trained on.
+TRAINED = {
+    "dot_product": {"data": 2, "tensor": 4},
+    "flash": {"fsdp": 4, "ring": 2},
+    "tokamax_ring_custom": {"fsdp": 2, "ring": 4},
+    "ulysses_custom_fixed_m": {"fsdp": 2, "ulysses": 4},
+    "ulysses_ring_custom": {"fsdp": 2, "ring": 2, "ulysses": 2},
+    "ulysses_ring_custom_bidir": {"ring": 4, "ulysses": 2},
+}
+
+
+def test_every_scheme_with_a_gradient_is_trained():
+    """That of `ulysses_ring` is what `ulysses_ring_custom` becomes where tokens are few."""
+    schemes = {ATTENTION_OPS[name].scheme for name in differentiable_names()}
+    few = ATTENTION_OPS["ulysses_ring"].scheme
+    assert schemes - {few} == {ATTENTION_OPS[name].scheme for name in TRAINED}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "sizes"),
-    [
-        ("dot_product", {"data": 2, "tensor": 4}),
-        ("ulysses_ring_custom", {"fsdp": 2, "ring": 2, "ulysses": 2}),
-    ],
-)
-def test_losses_are_the_same_on_one_device_and_eight(attention, sizes):
+@pytest.mark.parametrize("attention", TRAINED)
+def test_losses_are_the_same_on_one_device_and_eight(attention, monkeypatch):
+    op, sizes = ATTENTION_OPS[attention], TRAINED[attention]
+    if attention == "ulysses_ring_custom":  # which overlaps for more tokens than there are here
+        scheme = replace(op.scheme, queries=replace(op.scheme.queries, query_tile=1))
+        monkeypatch.setitem(ATTENTION_OPS, attention, replace(op, scheme=scheme))
     run = training(mesh=mesh_of(**sizes), attention=attention)
+    overlapped = "overlapped" in run.block_attention.describe()
+    assert overlapped == (attention == "ulysses_ring_custom")
     losses, state = losses_of(run, run.step(EXPERT))
     np.testing.assert_allclose(losses, losses_alone(), rtol=RTOL)
     kernel = state.values[EXPERT]["blocks.ffn.up.kernel"]
@@ -99,9 +121,9 @@ def assert_same(one, other):
 
 @pytest.fixture(scope="module")
 def gradients():
-    """The gradient of one loss under a policy, and how many numbers its backward pass keeps."""
+    """How many numbers the backward pass of one loss keeps under a policy, and its gradient."""
 
-    def under(policy):
+    def under(policy, *, computed=True):
         run = training(remat=policy)
         values, part = state_of(run).values[EXPERT], run.models[EXPERT]
         latents = jnp.asarray(batch_of(0).latents)
@@ -124,7 +146,7 @@ def gradients():
 
         with jax.set_mesh(run.mesh):
             kept = jax.eval_shape(lambda v: jax.vjp(of, v)[1], values)
-            found = jax.jit(jax.grad(of))(values)
+            found = jax.jit(jax.grad(of))(values) if computed else {}
         return flat(found), sum(leaf.size for leaf in jax.tree.leaves(kept))
 
     return under
@@ -134,8 +156,11 @@ def gradients():
 def test_remat_changes_what_is_kept_and_not_the_gradient(gradients):
     plain, most = gradients(RematPolicy())
     kept = {}
+    # One policy that recomputes all, one by names, one that offloads; each compiles for seconds.
+    computed = (Remat.FULL, Remat.CUSTOM, Remat.OFFLOAD_MATMUL_WITHOUT_BATCH)
     for kind in {*Remat} - {Remat.NONE}:
-        found, kept[kind] = gradients(RematPolicy(kind=kind, saved=("attn_output",)))
+        policy = RematPolicy(kind=kind, saved=("attn_output",))
+        found, kept[kind] = gradients(policy, computed=kind in computed)
         for path, value in found.items():
             scale = np.abs(plain[path]).max()
             np.testing.assert_allclose(value, plain[path], atol=RTOL * scale, err_msg=path)
@@ -172,6 +197,24 @@ def test_names_keep_the_tokens_of_every_layer():
 def test_unknown_names_of_remat_are_refused():
     with pytest.raises(ProblemsFound, match=r"names_which_can_be_saved='ffn'.*attn_output"):
         RematPolicy(kind=Remat.CUSTOM, saved=("ffn",))
+
+
+@pytest.mark.parametrize(
+    ("policy", "attention", "said"),
+    [
+        (RematPolicy(kind=Remat.ATTENTION), "flash", "remat ATTENTION"),
+        (RematPolicy(kind=Remat.FULL), "dot_product", "remat FULL"),
+        (
+            RematPolicy(kind=Remat.ATTENTION),
+            "dot_product",
+            "remat ATTENTION (no attention_out or attention_log_sum in dense einsum: the backward "
+            "pass computes this attention again)",
+        ),
+    ],
+)
+def test_the_report_says_where_remat_has_nothing_to_keep(policy, attention, said):
+    plan = training(attention=attention, remat=policy).block_attention.self_attention
+    assert policy.describe(plan) == said
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from maxdiffusion.training.wan import BatchShape, Tokens, WanTraining
 
 TRANSFORMER = WanTransformerConfig(
     layers=2,
-    heads=4,
+    heads=8,  # one for each device
     head_dim=16,
     ffn_dim=32,
     in_channels=4,

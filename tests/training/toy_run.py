@@ -1,8 +1,8 @@
 """A run of a toy model, started by the tests as a process that can be killed.
 
-python toy_run.py FOLDER STEPS [SECONDS PER STEP [BYTES THAT A FILE MAY HAVE [DEVICES]]]
+python toy_run.py FOLDER STEPS [SECONDS PER STEP [BYTES THAT A FILE MAY HAVE]]
 
-prints every step, and the end as JSON. Parameters and moments are sharded over the devices.
+prints every step, and the end as JSON.
 """
 
 import json
@@ -14,10 +14,9 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from maxdiffusion.errors import RunFailed
-from maxdiffusion.mesh import MeshShape, build_mesh, single_device_mesh
+from maxdiffusion.mesh import single_device_mesh
 from maxdiffusion.training.checkpoints import Checkpoints, flat_arrays
 from maxdiffusion.training.data.batches import Batches, Order
 from maxdiffusion.training.run import Loop, LoopPlan
@@ -43,13 +42,9 @@ def noisy_loss(values, batch, key):
     return jnp.mean(jnp.square(hidden - batch["row"])), {}
 
 
-def start(devices=1):
+def start():
     kernel = jax.random.normal(jax.random.key(3), (WIDTH, WIDTH)) / 8
-    mesh = single_device_mesh()
-    if devices > 1:
-        mesh = build_mesh(MeshShape(fsdp=devices), devices=jax.devices()[:devices])
-        kernel = jax.device_put(kernel, NamedSharding(mesh, PartitionSpec("fsdp")))
-    return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=mesh)
+    return first_state({"toy": {"kernel": kernel}}, RULE, seed=5, mesh=single_device_mesh())
 
 
 class Messages(logging.Handler):
@@ -71,7 +66,6 @@ def run(
     report=lambda figures: None,
     loss=noisy_loss,
     every=4,
-    devices=1,
 ):
     """Trains from the newest checkpoint in `folder`; returns the end and what was said."""
     said = []
@@ -79,7 +73,7 @@ def run(
     logger.addHandler(messages)
     checkpoints = Checkpoints(folder, keep=3)
     batches = Batches(Rows(), Order(batch=8, seed=2))
-    state = start(devices)
+    state = start()
     shardings = jax.tree.map(lambda leaf: leaf.sharding, state)
     restored = checkpoints.restore(state)
     if restored is not None:
@@ -118,7 +112,6 @@ def main():
             steps,
             seconds=seconds,
             report=lambda f: print("step", f.step, flush=True),
-            devices=int(sys.argv[5]) if len(sys.argv) > 5 else 1,
         )
     except RunFailed as error:
         print("failed", error, flush=True)

@@ -69,8 +69,12 @@ def splash_attention(
     scale: float,
     valid: Bool[Array, "B T"] | None = None,
     interpret: bool = False,
+    saved_as: str | None = None,
 ) -> Float[Array, "B S N H"]:
-    """Returns attention by jax's splash kernel; a row without keys is unspecified."""
+    """Returns attention by jax's splash kernel; a row without keys is unspecified.
+
+    A rematerialisation policy finds output and log-sums, as the kernel returns them, by `saved_as`.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask
 
     splash = splash_module()
@@ -89,6 +93,7 @@ def splash_attention(
         splash_attention_mask.MultiHeadMask([splash_attention_mask.FullMask(shape)] * heads),
         block_sizes=_jax_block_sizes(splash, blocks),
         interpret=interpret,
+        residual_checkpoint_name=saved_as,
     )
     kv_ids = key_segments(valid, batch, keys, shape[1])
     if kv_ids is None:

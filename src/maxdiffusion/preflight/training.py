@@ -193,7 +193,8 @@ class TrainingReport:
             f"preflight of a training for {self.topology.describe()}",
             "mesh: " + " x ".join(f"{axis} {size}" for axis, size in training.mesh.shape.items()),
             f"batch: {batch.clips} clips of {training.transformer.tokens(batch.latent):,} tokens "
-            f"in {batch.accumulation} pieces, remat {training.remat.kind.value}",
+            f"in {batch.accumulation} pieces, "
+            f"{training.remat.describe(training.block_attention.self_attention)}",
             f"predicted: {format_seconds(total)}/step at {chip.clock}",
             *([] if slower is None else [f"  {format_seconds(slower.total)}/step not pinned"]),
             *(f"  {format_seconds(t):>10} {t / total:6.1%}  {label(name)}" for name, t in parts),

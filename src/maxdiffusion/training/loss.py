@@ -19,7 +19,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from maxdiffusion.attention import BlockAttention
+from maxdiffusion.attention import AttentionPlan, BlockAttention
 from maxdiffusion.attention.backends.base import ATTENTION_LOG_SUM, ATTENTION_OUT
 from maxdiffusion.attention.plan import K_NAME, OUT_NAME, Q_NAME, V_NAME
 from maxdiffusion.errors import Problem, ProblemsFound
@@ -43,8 +43,9 @@ from maxdiffusion.training.memory.placement import with_scattered_gradients
 from maxdiffusion.training.text import Captions, EncodedBefore, TextReader
 
 HIDDEN_STATES = "hidden_states"  # the input of a block
+RESIDUALS = (ATTENTION_OUT, ATTENTION_LOG_SUM)
 NAMES = (
-    *(HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, ATTENTION_OUT, ATTENTION_LOG_SUM),
+    *(HIDDEN_STATES, Q_NAME, K_NAME, V_NAME, OUT_NAME, *RESIDUALS),
     *(SELF_CHANGE, CROSS_CHANGE, MLP_CHANGE),
 )
 _DEVICE, _HOST = "device", "pinned_host"
@@ -91,6 +92,20 @@ class RematPolicy:
         if problems:
             raise ProblemsFound(problems)
 
+    def describe(self, attention: AttentionPlan) -> str:
+        """Returns the policy, and a note where the attention has nothing that it could keep."""
+        named = {
+            Remat.ATTENTION: RESIDUALS,
+            Remat.CUSTOM: (*self.saved, *self.offloaded),
+        }.get(self.kind, ())
+        asked = [name for name in RESIDUALS if name in named]
+        if not asked or attention.backend.names_residuals:
+            return f"remat {self.kind.value}"
+        return (
+            f"remat {self.kind.value} (no {' or '.join(asked)} in {attention.backend.title}: "
+            "the backward pass computes this attention again)"
+        )
+
     def wrap_block(self, step: BlockStep) -> BlockStep:
         """Returns the step of one layer, which keeps for its backward pass what the policy says."""
 
@@ -111,7 +126,7 @@ class RematPolicy:
         if self.kind is Remat.HIDDEN_STATE_WITH_OFFLOAD:
             return self._by_names((), (HIDDEN_STATES,))
         if self.kind is Remat.ATTENTION:
-            return self._by_names((ATTENTION_OUT, ATTENTION_LOG_SUM), ())
+            return self._by_names(RESIDUALS, ())
         if self.kind is Remat.CUSTOM:
             return self._by_names(self.saved, self.offloaded)
         return None

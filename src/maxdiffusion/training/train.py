@@ -271,7 +271,7 @@ def start_up_plan(job: TrainingJob) -> str:
             *describe_flags(target_chip(config.topology)),
             f"batch: {batch.clips} clips of latents {sizes} in {batch.accumulation} pieces, "
             f"captions of up to {batch.caption_tokens} tokens from {reader}, "
-            f"remat {training.remat.kind.value}",
+            + training.remat.describe(training.block_attention.self_attention),
             describe_utilisation(mesh.devices.flat[0].device_kind, 1 + training.backward),
             *([] if evaluation is None else [evaluation.describe()]),
         ]

@@ -11,24 +11,34 @@ from tests.kernels.flash.cases import Case
 
 ROUNDING = {"float32": 2.0**-24, "bfloat16": 2.0**-8}
 """The largest relative error of a rounding: half the spacing above one, of 24 and of 8 bits."""
+DEVIATIONS = 5.0
+"""Of the largest errors of a sum of n terms, sqrt(n) apart: by Hoeffding's inequality one in
+270,000 such sums is farther off. Errors spread evenly have 1 / sqrt(3) of them as deviation, so it
+is more than 8 of their own."""
 
 
 class Exact(NamedTuple):
-    """Output, natural log-sum, gradients of q, k and v, and the bounds of their errors."""
+    """Output, natural log-sum, gradients of q, k and v, and the bounds of their errors.
+
+    `spreads` are the standard deviations of the errors that `bounds` limit, at most. `worst` are
+    bounds where all roundings go the same way, as for keys that are all alike.
+    """
 
     out: np.ndarray
     log_sum: np.ndarray
     gradients: tuple[np.ndarray, ...]
     bounds: tuple[np.ndarray, ...]
+    spreads: tuple[np.ndarray, ...]
+    worst: tuple[np.ndarray, ...]
 
 
 def exact_gradients(case: Case, q: Array, k: Array, v: Array, d_out: Array) -> Exact:
     """Returns attention and its gradients in float64, on q as the kernel multiplies it, rounded.
 
-    The bounds are sums of absolute errors, element by element. A score of H products has an error
-    of four deviations of their random sum and that of the log-sum, which is P's relative error;
-    dP likewise. Before the last products P and dS are rounded to the type of the inputs, and these
-    products are sums in float32 of one more rounding per term, of random sign.
+    Bounds are element by element. Errors of float32 are added up in size: a score of H products has
+    one of four deviations of their random sum and that of the log-sum, which is P's relative error;
+    dP likewise; the last products are sums in float32. Before these products P and dS are rounded
+    to the type of the inputs, each by itself: such errors add up like random walks.
     """
     scale = case.options.exponent.per_nat * case.head_dim**-0.5
     rounded = (q.astype(jnp.float32) * scale).astype(case.dtype)
@@ -51,7 +61,7 @@ def exact_gradients(case: Case, q: Array, k: Array, v: Array, d_out: Array) -> E
     d_p = np.abs(np.divide(d_s, p, out=np.zeros_like(p), where=p > 0))
     d_s_error = p_error * d_p + p * per_sum * d_p_size
     p_error, d_s_error = (
-        error + (unit + 4 * single * size**0.5) * np.abs(x)
+        error + 4 * single * size**0.5 * np.abs(x)
         for error, x, size in ((p_error, p, case.q_len), (d_s_error, d_s, case.q_len + case.kv_len))
     )
 
@@ -60,8 +70,15 @@ def exact_gradients(case: Case, q: Array, k: Array, v: Array, d_out: Array) -> E
         by_key = (x.reshape(*v.shape[:3], group, v.shape[3]).sum(axis=3) for x in (d_k, d_v))
         return np.einsum("bsnt,btnh->bsnh", d_s * scale, k), *by_key
 
-    bounds = products(d_s_error, p_error, *(np.abs(x) for x in (q, wide_k, d_out)))
-    return Exact(out, log_sum, products(d_s, p, q, wide_k, d_out), bounds)
+    sizes = [np.abs(x) for x in (q, wide_k, d_out)]
+    summed = products(d_s_error, p_error, *sizes)
+    worst = products(d_s_error + unit * np.abs(d_s), p_error + unit * p, *sizes)
+    squares = products(d_s**2 * scale, *(x**2 for x in (p, q, wide_k, d_out)))
+    walks = [unit * np.sqrt(x) for x in squares]
+    bounds = (x + DEVIATIONS * walk for x, walk in zip(summed, walks, strict=True))
+    spreads = (x + walk / 3**0.5 for x, walk in zip(summed, walks, strict=True))
+    gradients = products(d_s, p, q, wide_k, d_out)
+    return Exact(out, log_sum, gradients, tuple(bounds), tuple(spreads), worst)
 
 
 def _softmax(case: Case, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

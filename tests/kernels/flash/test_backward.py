@@ -70,10 +70,22 @@ def outcome_of(exact: Exact, d_out: jax.Array) -> tuple[jax.Array, jax.Array, ja
 
 
 def assert_within_bounds(got, exact: Exact) -> None:
-    for actual, wanted, bound in zip(got, exact.gradients, exact.bounds, strict=True):
-        # A bound as large as the gradient would hold for anything.
-        assert np.linalg.norm(bound) < 0.2 * np.linalg.norm(wanted)
-        assert np.all(np.abs(np.asarray(actual, np.float64) - wanted) <= bound)
+    for actual, wanted, bound, spread in zip(
+        got, exact.gradients, exact.bounds, exact.spreads, strict=True
+    ):
+        error = np.asarray(actual, np.float64) - wanted
+        assert np.all(np.abs(error) <= bound)
+        # The norm of thousands of errors is that of their deviations, within a few percent.
+        assert np.linalg.norm(error) <= 1.2 * np.linalg.norm(spread)
+
+
+MARGIN = 200
+"""Zeros are at least this many times farther from a gradient than its errors may take it."""
+
+
+def assert_nothing_else_is_within(exact: Exact) -> None:
+    for wanted, spread in zip(exact.gradients, exact.spreads, strict=True):
+        assert np.linalg.norm(wanted) > MARGIN * 1.2 * np.linalg.norm(spread)
 
 
 RUN = jax.jit(flash_gradients, static_argnames=("blocks", "options", "out_dtype"))
@@ -94,8 +106,63 @@ def test_gradients_are_those_of_float64(name, scale):
     got = gradients_of(case, (q, k, v), outcome_of(exact, d_out))
     assert all(actual.dtype == jnp.float32 for actual in got)
     assert_within_bounds(got, exact)
+    assert_nothing_else_is_within(exact)
     again = gradients_of(case, (q, k, v), outcome_of(exact, d_out))
     assert all(jnp.array_equal(x, y) for x, y in zip(got, again, strict=True))
+
+
+def drawn(seed: int) -> tuple[Case, float]:
+    """A problem of any shape, with masks, lengths and shared keys, and the size of its queries."""
+    rng = np.random.default_rng(seed)
+    batch, kv_heads, kv_len = (
+        int(rng.integers(*limits)) for limits in ((1, 3), (1, 3), (129, 400))
+    )
+    case = Case(
+        batch=batch,
+        q_len=int(rng.integers(64, 400)),
+        kv_len=kv_len,
+        heads=kv_heads * int(rng.integers(1, 4)),
+        kv_heads=kv_heads,
+        head_dim=int(rng.choice([64, 128])),
+        dtype=("bfloat16", "float32")[seed % 2],
+        lengths=tuple(int(n) for n in rng.integers(129, kv_len + 1, batch)),
+        masked=bool(rng.integers(2)),
+        blocks=backward_blocks(*(int(128 * rng.integers(1, 3)) for _ in range(2))),
+    )
+    return case, float(10 ** rng.uniform(-1, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [18, 19])
+def test_gradients_of_drawn_problems_are_those_of_float64(seed):
+    case, size = drawn(seed)
+    (q, k, v), d_out = case.arrays(), d_out_of(case)
+    q = q * jnp.asarray(size, q.dtype)
+    exact = exact_gradients(case, q, k, v, d_out)
+    assert_within_bounds(gradients_of(case, (q, k, v), outcome_of(exact, d_out)), exact)
+    assert_nothing_else_is_within(exact)
+
+
+ADVERSARIAL = {
+    "all keys alike": lambda q, k, v, d_out: (q, k[:, :1] + 0 * k, v, d_out),
+    "one key far above": lambda q, k, v, d_out: (q, k.at[:, 7].multiply(64), v, d_out),
+    "no queries": lambda q, k, v, d_out: (0 * q, k, v, d_out),
+    "huge gradients": lambda q, k, v, d_out: (q, k, v, 1e20 * d_out),
+    "tiny gradients": lambda q, k, v, d_out: (q, k, v, 1e-20 * d_out),
+    "cancelling values": lambda q, k, v, d_out: (q, k, v + 1e3, d_out),
+}
+
+
+@pytest.mark.parametrize("name", ADVERSARIAL)
+def test_gradients_of_adversarial_inputs_are_those_of_float64(name):
+    """Roundings may all go the same way here; the bound allows for it."""
+    case = CASES["bfloat16, one block"]
+    changed = ADVERSARIAL[name](*case.arrays(), d_out_of(case))
+    q, k, v, d_out = (x.astype(case.dtype) for x in changed)
+    exact = exact_gradients(case, q, k, v, d_out)
+    got = gradients_of(case, (q, k, v), outcome_of(exact, d_out))
+    for actual, wanted, bound in zip(got, exact.gradients, exact.worst, strict=True):
+        assert np.all(np.abs(np.asarray(actual, np.float64) - wanted) <= bound)
 
 
 def test_the_reference_is_that_of_float64():

@@ -15,36 +15,28 @@ from maxdiffusion.errors import ProblemsFound
 from maxdiffusion.models.abstract import values_of
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import open_wan_folder
-from maxdiffusion.pipelines.text import PromptTokenizer
 from maxdiffusion.training.checkpoints import check_base
 from maxdiffusion.training.data.batches import SyntheticClips
-from maxdiffusion.training.data.latent_cache import CachePlan, fill_cache
-from maxdiffusion.training.data.store import SHARD, model_hash
 from maxdiffusion.training.data.synthetic import ClipFormat
 from maxdiffusion.training.lora.base import AdapterRun
 from maxdiffusion.training.results import Model, SampleVideos
 from maxdiffusion.training.settings import batch_shape, wan_training
 from maxdiffusion.training.wan import Tokens
-from tests.training.command_line import small_run
-from tests.training.test_train_images import Ends, Killed, changed_model, die, terminate
+from tests.training.command_line import fill, noise, small_run
+from tests.training.interrupted import (
+    SHARDED,
+    assert_moments_are_sharded,
+    assert_same_end,
+    run_until_killed,
+    shared_programs,
+)
+from tests.training.test_train_images import changed_model
+
+__all__ = ["shared_programs"]
 
 MODEL = Path(__file__).parents[2] / "goldens" / "wan21_t2v"
 CONFIG = Path(__file__).parents[3] / "configs" / "train_lora_embedded.yml"
-CLIPS = SyntheticClips(clip=ClipFormat(frames=5, size=32), count=8, seed=0)
 FIRST = "pytorch_lora_weights.safetensors"
-
-
-def fill(cache, location, encode, clips=CLIPS):
-    """Clips that were encoded before: by a function instead of an autoencoder."""
-    folder, _ = open_wan_folder(location)
-    tokenizer = PromptTokenizer.load(folder.root / "tokenizer")
-    longest = max(len(tokenizer.ids(clips.caption(index))) for index in range(len(clips)))
-    plan = CachePlan(
-        model=model_hash(folder),
-        caption_tokens=next(size for size in (32, 64, 128) if longest <= size),
-        shard=SHARD,
-    )
-    fill_cache(cache, clips, plan, encode=encode, tokenize=tokenizer.ids)
 
 
 def arguments(tmp_path, model, *more):
@@ -137,26 +129,30 @@ def test_samples_have_the_weights_that_the_file_gives_a_pipeline(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_on_known_first_frames_continues_bit_for_bit(tmp_path, monkeypatch, capsys):
+def test_a_killed_run_on_known_first_frames_continues_bit_for_bit(
+    shared_programs, tmp_path, capsys
+):
     model = changed_model(tmp_path / "model", {"expand_timesteps": True})
-    rng = np.random.default_rng(0)
-    fill(tmp_path / "cache", model, lambda clips: rng.standard_normal((len(clips), 2, 4, 4, 16)))
+    fill(tmp_path / "cache", model, noise())
+
+    def run(name, *more, where=model):
+        return arguments(
+            tmp_path,
+            where,
+            "max_train_steps=4",
+            "checkpoint_every=2",
+            "weights_dtype=bfloat16",
+            "train_lora_modules=['attn1.to_q','ffn.net.2']",
+            SHARDED,
+            shared_programs,
+            f"checkpoint_dir={tmp_path / name / 'checkpoints'}",
+            f"export_dir={tmp_path / name / 'model'}",
+            f"metrics_file={tmp_path / name / 'metrics.jsonl'}",
+            *more,
+        )
 
     def train(name, *more, where=model):
-        return train_wan.main(
-            arguments(
-                tmp_path,
-                where,
-                "max_train_steps=4",
-                "checkpoint_every=2",
-                "weights_dtype=bfloat16",
-                "train_lora_modules=['attn1.to_q','ffn.net.2']",
-                f"checkpoint_dir={tmp_path / name / 'checkpoints'}",
-                f"export_dir={tmp_path / name / 'lora'}",
-                f"metrics_file={tmp_path / name / 'metrics.jsonl'}",
-                *more,
-            )
-        )
+        return train_wan.main(run(name, *more, where=where))
 
     sampled = ("sample_every=4", "num_inference_steps=1", f"output_dir={tmp_path / 'samples'}")
     assert train("whole", *sampled) == 0
@@ -165,20 +161,13 @@ def test_a_run_on_known_first_frames_continues_bit_for_bit(tmp_path, monkeypatch
     assert "LoRA: rank 4, alpha 8 (scale 2) of attn1.to_q" in said
     assert "trainable parameters" in said
     assert "in bfloat16, in 2 shards (fsdp)" in said
-    ends = Ends(monkeypatch)
-    ends.after(1, terminate)
-    assert train("parts") != 0
-    ends.after(3, die)
-    with pytest.raises(Killed):
-        train("parts")
-    ends.never()
-    assert train("parts") == 0
-    assert "continuing after step 2" in capsys.readouterr().out
-    whole, parts = (load_file(tmp_path / name / "lora" / FIRST) for name in ("whole", "parts"))
-    assert whole.keys() == parts.keys()
-    for name, value in whole.items():
-        np.testing.assert_array_equal(value, parts[name], err_msg=name)
-        assert np.abs(value).max() > 0
+    assert_moments_are_sharded(tmp_path / "whole")
+    run_until_killed(run("killed"), step=4, doing="saving")
+    assert train("killed") == 0
+    assert "continuing after step" in capsys.readouterr().out  # 2, unless the write was quick
+    assert_same_end(tmp_path / "whole", tmp_path / "killed")
+    whole = load_file(tmp_path / "whole" / "model" / FIRST)
+    assert all(np.abs(value).max() > 0 for value in whole.values())
     # Adapters and their moments alone are saved.
     stored = (tmp_path / "whole" / "checkpoints" / "4" / "state" / "_METADATA").read_text()
     assert "lora_up" in stored
@@ -189,9 +178,9 @@ def test_a_run_on_known_first_frames_continues_bit_for_bit(tmp_path, monkeypatch
 
 def assert_starts_from_a_file(train, tmp_path, whole):
     """Without a step, the adapters that a run starts from are those that it ends with."""
-    again = (f"train_lora_from={tmp_path / 'whole' / 'lora'}", "max_train_steps=0")
+    again = (f"train_lora_from={tmp_path / 'whole' / 'model'}", "max_train_steps=0")
     assert train("again", *again) == 0
-    for name, value in load_file(tmp_path / "again" / "lora" / FIRST).items():
+    for name, value in load_file(tmp_path / "again" / "model" / FIRST).items():
         np.testing.assert_array_equal(value, whole[name], err_msg=name)
     assert train("again", *again, "train_lora_rank=2") == 2
     assert train("again", *again, "train_lora_modules=['to_q']") == 2

@@ -161,6 +161,11 @@ class AttentionBackend(abc.ABC, Generic[Stats]):
         """Returns whether `gradients` over some of the keys exist."""
         return False
 
+    @property
+    def names_residuals(self) -> bool:
+        """Returns whether a rematerialisation policy finds output and log-sums by their names."""
+        return self.has_shard_gradients
+
     def __post_init__(self) -> None:
         if self.softmax not in self.softmaxes or self.precision not in self.precisions:
             raise ValueError(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import final
 
 from maxdiffusion.attention.backends.base import (
+    ATTENTION_OUT,
     AnyBackend,
     Delta,
     Keys,
@@ -62,6 +63,11 @@ class JaxSplashBackend(StatelessBackend):
     gradient_precisions = (Precision.NATIVE,)
 
     @property
+    def names_residuals(self) -> bool:
+        """Returns True: the kernel has one name for its output and its log-sums."""
+        return True
+
+    @property
     def searched_sizes(self) -> tuple[str, ...]:
         """Block sizes that a tile search sets."""
         return SPLASH_FORWARD
@@ -89,6 +95,7 @@ class JaxSplashBackend(StatelessBackend):
             scale=self.problem.scale,
             valid=kv_mask.valid(k.shape[0], k.shape[1]),
             interpret=self.interpret,
+            saved_as=ATTENTION_OUT,
         )
 
 
