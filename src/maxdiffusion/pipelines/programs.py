@@ -42,6 +42,7 @@ from maxdiffusion.diffusion.denoise import (
 from maxdiffusion.diffusion.guidance import NO_GUIDANCE, Action, Guidance, GuidanceScales, plan_run
 from maxdiffusion.mesh import ActivationLayout, with_data_in_ring
 from maxdiffusion.models.vae import SpatialSharding
+from maxdiffusion.models.vae.autoencoder import FITTING_FRAMES, fitting_chunk
 from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
@@ -308,15 +309,14 @@ class ProgramBuilder:
 
     def lower_encode(self, shape: ProgramShape, frames: int) -> jax.stages.Lowered:
         """Lowers the VAE encoder: pixels of `frames` frames in -1..1 to normalised latents."""
-        graph, decoding = self.models.vae.graph, self.settings.decoding
+        graph, tiling = self.models.vae.graph, self.settings.decoding.tiling
         sharding, factor = self.decoder_sharding(shape), self.spec.vae.spatial_factor
+        chunk = self._vae_chunk(sharding, self.spec.vae.latent_frames(frames))
         size = (1, frames, shape.latent.rows * factor, shape.latent.columns * factor, 3)
 
         def encode(weights: nnx.State, pixels: Float[Array, "B F Y X C"]) -> Array:
             vae = nnx.merge(graph, weights)
-            encoded = vae.encode(
-                pixels, chunk=decoding.chunk, tiling=decoding.tiling, sharding=sharding
-            )
+            encoded = vae.encode(pixels, chunk=chunk, tiling=tiling, sharding=sharding)
             return vae.normalise(encoded.mean)
 
         return self._lower(
@@ -452,16 +452,14 @@ class ProgramBuilder:
 
     def lower_decode(self, shape: ProgramShape, frame_format: FrameFormat) -> jax.stages.Lowered:
         """Lowers the decoder: latents of one video to its frames."""
-        graph, decoding = self.models.vae.graph, self.settings.decoding
+        graph, tiling = self.models.vae.graph, self.settings.decoding.tiling
         sharding = self.decoder_sharding(shape)
+        chunk = self._vae_chunk(sharding, shape.decoded.frames)
 
         def decode(weights: nnx.State, latents: Float[Array, "B F Y X C"]) -> Array:
             vae = nnx.merge(graph, weights)
             video = vae.decode(
-                vae.denormalise(latents),
-                chunk=decoding.chunk,
-                tiling=decoding.tiling,
-                sharding=sharding,
+                vae.denormalise(latents), chunk=chunk, tiling=tiling, sharding=sharding
             )
             return frame_format(jnp.clip(video * 0.5 + 0.5, 0.0, 1.0))
 
@@ -471,6 +469,13 @@ class ProgramBuilder:
             self._replicated((1, *shape.decoded.dims), jnp.float32),
             mesh=sharding.mesh,
         )
+
+    def _vae_chunk(self, sharding: SpatialSharding, frames: int) -> int:
+        """Returns the latent frames that the VAE runs at a time, of this many."""
+        chunk = self.settings.decoding.chunk
+        if chunk != FITTING_FRAMES:
+            return chunk
+        return fitting_chunk(self.spec.vae, sharding, frames=frames)
 
     def _lower(
         self, function: Any, *arguments: Any, mesh: Mesh | None = None
