@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jax.experimental.layout import Layout
 from maxdiffusion import WanPipeline
 from maxdiffusion.errors import ProblemsFound, RunFailed
 from maxdiffusion.models import abstract
+from maxdiffusion.models.wan import WanTransformer
 from maxdiffusion.pipelines.programs import compile_now
 from maxdiffusion.pipelines.request import request_from_arguments
 from maxdiffusion.pipelines.text import PromptTokenizer
@@ -75,12 +77,19 @@ def test_programs_compile_in_threads_before_there_are_weights(
     pipeline: WanPipeline, golden: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[str] = []
+    read: list[object] = []
+    read_text = WanTransformer.text_keys_values
 
     def compile_counted(name: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         compiled.append(name)
         return compile_now(name, lowered)
 
+    def read_counted(*inputs: Any, **more: Any) -> Any:
+        read.append(None)
+        return read_text(*inputs, **more)
+
     monkeypatch.setattr("os.cpu_count", lambda: 3 * CORES_OF_A_COMPILE)
+    monkeypatch.setattr(WanTransformer, "text_keys_values", read_counted)
     builder = replace(pipeline.builder, compile=compile_counted)
     made = WanPipeline(
         builder=builder,
@@ -92,6 +101,7 @@ def test_programs_compile_in_threads_before_there_are_weights(
     before = sorted(compiled)
     assert {"decode", "denoise_step", "read_text", "start", "text_encoder"} == {*before}
     assert len(before) == len({*before})
+    assert len(read) == 1  # for its own program and for the step, which are lowered at once
     made.place(pipeline.parameters)
     check_frames(made, golden, "pipe")
     assert sorted(compiled) == before

@@ -20,7 +20,7 @@ from maxdiffusion.models.wan import WanTransformerConfig
 from maxdiffusion.preflight.command import video_time
 from maxdiffusion.preflight.compile import CompiledProgram, Memory
 from maxdiffusion.preflight.readers.collectives import find_collectives
-from maxdiffusion.preflight.readers.cycles import count_cycles
+from maxdiffusion.preflight.readers.cycles import Unestimated, count_cycles
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, Residence
 from tests.preflight.recorded import recorded
@@ -143,6 +143,19 @@ def test_weights_that_a_step_copies_are_warned_of(report):
     assert "copies 2 weights, 4.0 GB, to other tiles in every step" in warning
     assert "at least 2.168 ms" in warning
     assert warning in found.describe()
+
+
+def test_operations_without_an_estimate_are_warned_of_with_their_share(report):
+    assert report.as_json()["unestimated_operations"] == {}
+    hidden = Unestimated(kinds={"slice": 1, "SparseCore call": 3}, bytes=369 * 10**9)
+    none = Unestimated(kinds={}, bytes=0)
+    found = dataclasses.replace(report, unestimated={"denoise_step": hidden, "decode": none})
+    (warning,) = found.as_json()["warnings"]
+    assert "no cycles for 4 operations of denoise_step (3 SparseCore call, 1 slice)" in warning
+    # At 3690 GB/s, of half a second.
+    assert "at least 0.100 s by their bytes, 20.0% of what it predicts" in warning
+    assert warning in found.describe()
+    assert [*found.as_json()["unestimated_operations"]] == ["denoise_step"]
 
 
 def test_parts_add_up(report):

@@ -10,9 +10,11 @@ fixed_m_heads  latents -> heads that pass the gate of fixed-m       on request
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -40,6 +42,7 @@ from maxdiffusion.diffusion.denoise import (
 from maxdiffusion.diffusion.guidance import NO_GUIDANCE, Action, Guidance, GuidanceScales, plan_run
 from maxdiffusion.mesh import ActivationLayout, with_data_in_ring
 from maxdiffusion.models.vae import SpatialSharding
+from maxdiffusion.models.vae.autoencoder import FITTING_FRAMES, fitting_chunk
 from maxdiffusion.models.wan import Conditioning, TextKeysValues
 from maxdiffusion.pipelines.settings import PipelineSettings
 from maxdiffusion.pipelines.spec import WanModels, WanSpec, wan_models
@@ -170,6 +173,14 @@ class ProgramShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _TracedText:
+    """The function that reads a text, and its results as shapes with shardings."""
+
+    function: Callable[..., TextKeysValues]
+    results: TextKeysValues
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProgramBuilder:
     """Lowers the programs of one checkpoint, with its settings, on one mesh.
 
@@ -182,6 +193,7 @@ class ProgramBuilder:
     mesh: Mesh
     compile: Compile = field(default=compile_now)
     weights_mesh: Mesh | None = None
+    _tracing: Lock = field(default_factory=Lock, init=False, repr=False, compare=False)
 
     def folded_for(self, shape: ProgramShape) -> "ProgramBuilder":
         """Returns the builder for this shape, with a data axis that it cannot use in the ring.
@@ -205,8 +217,8 @@ class ProgramBuilder:
         return wan_models(self.spec, self.settings.precision)
 
     @cached_property
-    def _texts(self) -> dict[ProgramShape, TextKeysValues]:
-        """Shapes of text keys and values that are known."""
+    def _texts(self) -> "dict[ProgramShape, _TracedText]":
+        """The programs `read_text` that are traced."""
         return {}
 
     @property
@@ -280,13 +292,15 @@ class ProgramBuilder:
 
     def lower_read_text(self, shape: ProgramShape) -> jax.stages.Lowered:
         """Lowers `read_text`."""
-        batch = shape.task.face_batch or None
-
-        def read_text(*inputs: Any) -> TextKeysValues:
-            return self.read_text(*inputs, face_batch=batch)
-
+        traced = self._traced_text(shape)
+        shardings = _shardings(traced.results)
         return self._lower(
-            jax.jit(read_text, out_shardings=self._text_shardings(shape)),
+            jax.jit(traced.function, out_shardings=shardings), *self._text_inputs(shape)
+        )
+
+    def _text_inputs(self, shape: ProgramShape) -> tuple[Any, ...]:
+        """Returns the inputs of `read_text` as shapes with shardings."""
+        return (
             self.weights,
             self._text_embeddings(shape),
             self.image_tokens(shape),
@@ -295,15 +309,14 @@ class ProgramBuilder:
 
     def lower_encode(self, shape: ProgramShape, frames: int) -> jax.stages.Lowered:
         """Lowers the VAE encoder: pixels of `frames` frames in -1..1 to normalised latents."""
-        graph, decoding = self.models.vae.graph, self.settings.decoding
+        graph, tiling = self.models.vae.graph, self.settings.decoding.tiling
         sharding, factor = self.decoder_sharding(shape), self.spec.vae.spatial_factor
+        chunk = self._vae_chunk(sharding, self.spec.vae.latent_frames(frames))
         size = (1, frames, shape.latent.rows * factor, shape.latent.columns * factor, 3)
 
         def encode(weights: nnx.State, pixels: Float[Array, "B F Y X C"]) -> Array:
             vae = nnx.merge(graph, weights)
-            encoded = vae.encode(
-                pixels, chunk=decoding.chunk, tiling=decoding.tiling, sharding=sharding
-            )
+            encoded = vae.encode(pixels, chunk=chunk, tiling=tiling, sharding=sharding)
             return vae.normalise(encoded.mean)
 
         return self._lower(
@@ -439,16 +452,14 @@ class ProgramBuilder:
 
     def lower_decode(self, shape: ProgramShape, frame_format: FrameFormat) -> jax.stages.Lowered:
         """Lowers the decoder: latents of one video to its frames."""
-        graph, decoding = self.models.vae.graph, self.settings.decoding
+        graph, tiling = self.models.vae.graph, self.settings.decoding.tiling
         sharding = self.decoder_sharding(shape)
+        chunk = self._vae_chunk(sharding, shape.decoded.frames)
 
         def decode(weights: nnx.State, latents: Float[Array, "B F Y X C"]) -> Array:
             vae = nnx.merge(graph, weights)
             video = vae.decode(
-                vae.denormalise(latents),
-                chunk=decoding.chunk,
-                tiling=decoding.tiling,
-                sharding=sharding,
+                vae.denormalise(latents), chunk=chunk, tiling=tiling, sharding=sharding
             )
             return frame_format(jnp.clip(video * 0.5 + 0.5, 0.0, 1.0))
 
@@ -459,15 +470,25 @@ class ProgramBuilder:
             mesh=sharding.mesh,
         )
 
+    def _vae_chunk(self, sharding: SpatialSharding, frames: int) -> int:
+        """Returns the latent frames that the VAE runs at a time, of this many."""
+        chunk = self.settings.decoding.chunk
+        if chunk != FITTING_FRAMES:
+            return chunk
+        return fitting_chunk(self.spec.vae, sharding, frames=frames)
+
     def _lower(
         self, function: Any, *arguments: Any, mesh: Mesh | None = None
     ) -> jax.stages.Lowered:
         """Lowers a function; `mesh` is that of its shard_maps, by default the job's."""
-        with (
-            jax.set_mesh(mesh or self.mesh),
-            jax.default_matmul_precision(self.settings.precision.matmul),
-        ):
+        with self._context(mesh or self.mesh):
             return function.lower(*arguments)
+
+    @contextmanager
+    def _context(self, mesh: Mesh) -> Iterator[None]:
+        """Traces and lowers on a mesh, with the precision of the settings."""
+        with jax.set_mesh(mesh), jax.default_matmul_precision(self.settings.precision.matmul):
+            yield
 
     def _replicated(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.everywhere)
@@ -508,25 +529,28 @@ class ProgramBuilder:
         )
 
     def _abstract_text(self, shape: ProgramShape) -> TextKeysValues:
+        """Returns the text keys and values of a batch as shapes with shardings."""
+        return self._traced_text(shape).results
+
+    def _traced_text(self, shape: ProgramShape) -> "_TracedText":
+        """Returns `read_text` of a shape, traced once: the step needs its results too.
+
+        jax keeps the trace of a function that it sees again, with equal inputs in an equal context.
+        """
         dims = ("batch", "text", "heads", "head_dim")
 
         def with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding = self.layout.sharding(dims, leaf.shape)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        if shape not in self._texts:  # two programs need it, and it traces every layer's part
-            text = jax.eval_shape(
-                self.read_text,
-                self.models.transformer.parameters,
-                self._text_embeddings(shape),
-                self.image_tokens(shape),
-                self.faces(shape),
-            )
-            self._texts[shape] = jax.tree.map(with_sharding, text)
-        return self._texts[shape]
-
-    def _text_shardings(self, shape: ProgramShape) -> TextKeysValues:
-        return jax.tree.map(lambda leaf: leaf.sharding, self._abstract_text(shape))
+        with self._tracing:  # programs are lowered in several threads
+            if shape not in self._texts:
+                function = partial(self.read_text, face_batch=shape.task.face_batch or None)
+                with self._context(self.mesh):
+                    shapes = jax.jit(function).eval_shape(*self._text_inputs(shape))
+                results = jax.tree.map(with_sharding, shapes)
+                self._texts[shape] = _TracedText(function=function, results=results)
+            return self._texts[shape]
 
     def _abstract_state(self, shape: ProgramShape, sampler: Sampler) -> Any:
         state = jax.eval_shape(sampler.start, self._latents(shape), self._seeds(shape))

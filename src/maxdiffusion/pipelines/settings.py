@@ -72,7 +72,10 @@ class Precision:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Decoder settings: latent frames per chunk (-1 = all), tiles, devices that split a frame."""
+    """Decoder settings: latent frames per chunk, tiles, devices that split a frame.
+
+    A chunk of 0 has as many frames as `fitting_chunk` says, one of -1 has all.
+    """
 
     chunk: int = 1
     tiling: Tiling | None = None

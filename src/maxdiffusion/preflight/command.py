@@ -61,7 +61,7 @@ from maxdiffusion.preflight.compile import (
 from maxdiffusion.preflight.devices import describe_devices
 from maxdiffusion.preflight.kernels import kernel_process
 from maxdiffusion.preflight.readers.collectives import find_collectives
-from maxdiffusion.preflight.readers.cycles import count_cycles, weight_copies
+from maxdiffusion.preflight.readers.cycles import count_cycles, find_unestimated, weight_copies
 from maxdiffusion.preflight.readers.hlo import read_program
 from maxdiffusion.preflight.report import Report, residence
 from maxdiffusion.runtime.tpu_flags import VARIABLE, describe_flags, pins_clock
@@ -231,6 +231,7 @@ def assemble(
         pins_clock=pinned,
         flags=os.environ.get(VARIABLE, ""),
         copied_weights=weight_copies(schedule),
+        unestimated={one.name: find_unestimated(read_program(one.text)) for one in programs},
         job=planned.step_facts(),
     )
 

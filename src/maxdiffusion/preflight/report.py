@@ -23,7 +23,7 @@ from maxdiffusion.costs.step_time import (
 from maxdiffusion.kernels.tpu import MIB
 from maxdiffusion.pipelines.programs import ProgramBuilder
 from maxdiffusion.preflight.compile import CompiledProgram
-from maxdiffusion.preflight.readers.cycles import Cycles
+from maxdiffusion.preflight.readers.cycles import Cycles, Unestimated
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +87,9 @@ class Report:
     `step` and `video` are at the clock of the topology's chip, which is the one that the flags of
     the job give. `peak_step` is at the clock of the stated peak, `unpinned_step` at the one that
     power management leaves, where it is known. `pins_clock` and `flags` are those of the job.
-    `copied_weights` are the bytes of weights that each step copies to other tiles. `job` has the
-    facts by which a measured run is recognised as this job.
+    `copied_weights` are the bytes of weights that each step copies to other tiles, `unestimated`
+    the operations of each program that its time leaves out. `job` has the facts by which a measured
+    run is recognised as this job.
     """
 
     topology: Topology
@@ -108,6 +109,7 @@ class Report:
     pins_clock: bool = False
     flags: str = ""
     copied_weights: Mapping[str, int] = field(default_factory=dict)
+    unestimated: Mapping[str, Unestimated] = field(default_factory=dict)
     job: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -122,16 +124,37 @@ class Report:
 
     def warnings(self) -> list[str]:
         """Returns what the prediction does not include."""
-        copied = sum(self.copied_weights.values())
-        if not copied:
-            return code_warnings(self.kernels)
-        seconds = 2 * copied / self.topology.chip.hbm_bandwidth
         return [
             *code_warnings(self.kernels),
+            *self._copy_warnings(),
+            *self._unestimated_warnings(),
+        ]
+
+    def _copy_warnings(self) -> list[str]:
+        copied = sum(self.copied_weights.values())
+        if not copied:
+            return []
+        seconds = 2 * copied / self.topology.chip.hbm_bandwidth
+        return [
             f"WARNING: denoise_step copies {len(self.copied_weights)} weights, "
             f"{copied / 1e9:.1f} GB, to other tiles in every step, which the prediction does not "
             f"include: at least {format_seconds(seconds)} (docs/design/weight_layouts.md)",
         ]
+
+    def _unestimated_warnings(self) -> list[str]:
+        """Returns a warning for each program with operations that its time leaves out."""
+        warnings = []
+        for name, found in self.unestimated.items():
+            if not found.operations:
+                continue
+            least, runs = found.seconds(self.topology.chip), self.video.programs.get(name)
+            share = "" if runs is None else f", {least / runs.seconds:.1%} of what it predicts"
+            warnings.append(
+                f"WARNING: the compiler gives no cycles for {found.operations} operations of "
+                f"{name} ({found.describe()}), which the prediction counts as nothing: they take "
+                f"at least {format_seconds(least)} by their bytes{share}"
+            )
+        return warnings
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything by name; the figures that scripts compare come first."""
@@ -156,6 +179,11 @@ class Report:
             "kernels": [kernel.as_json() for kernel in self.kernels],
             "kernel_code_bundles": self.kernel_bundles,
             "copied_weight_bytes_per_step": sum(self.copied_weights.values()),
+            "unestimated_operations": {
+                name: {"kinds": dict(found.kinds), "bytes": found.bytes}
+                for name, found in self.unestimated.items()
+                if found.operations
+            },
             "warnings": self.warnings(),
             "topology": self.topology.name,
             "devices": self.topology.device_count,

@@ -12,11 +12,17 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxdiffusion.mesh import AXES
-from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae
+from maxdiffusion.models.vae import ALL_FRAMES, SpatialSharding, WanVae, WanVaeConfig
+from maxdiffusion.models.vae.autoencoder import fitting_chunk
 from maxdiffusion.models.vae.coders import nearest
-from maxdiffusion.models.vae.conv_impl import convolve_columns
-from maxdiffusion.models.vae.layers import convolve_pieces
-from maxdiffusion.models.vae.sharding import Padding, split
+from maxdiffusion.models.vae.conv_impl import (
+    COLUMNS,
+    ROWS,
+    Padding,
+    convolve_stacked,
+    convolve_time,
+)
+from maxdiffusion.models.vae.sharding import split
 
 # Another order of the same float32 sums: a few last digits of values of order 1.
 TOLERANCE = 5e-6
@@ -145,16 +151,16 @@ def test_pieces_exchange_borders_and_gather_only_for_attention(small_vae: WanVae
     ("devices", "height", "width", "expected"),
     [
         (1, 90, 160, (1, 1)),
-        (8, 90, 160, (2, 4)),  # 720p
-        (8, 60, 104, (2, 4)),  # 480p
+        (8, 90, 160, (1, 8)),  # 720p
+        (8, 60, 104, (1, 8)),  # 480p
         (16, 60, 104, (2, 8)),
         (128, 90, 160, (2, 32)),  # 90 has only one factor of two
-        (6, 90, 160, (3, 2)),
+        (6, 90, 160, (6, 1)),
         (8, 4, 6, (2, 2)),  # no piece is less than two latents high or wide
         (8, 3, 5, (1, 1)),
     ],
 )
-def test_split_is_the_finest_equal_one(
+def test_split_is_the_finest_equal_one_with_the_fewest_cut_sides(
     devices: int, height: int, width: int, expected: tuple[int, int]
 ) -> None:
     assert split(devices, height, width) == expected
@@ -180,18 +186,20 @@ def test_borders_are_exchanged_right_at_the_smallest_pieces(height: int, width: 
     sharding = over(-1, batch=1, height=height, width=width)
     kernel = jnp.asarray(draw(3, 3, 3, 2, 2))
 
-    def columns(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
-        return convolve_columns(x, kernel, step=1, padding=zeros)  # as on a TPU
+    def volume(x: jax.Array, _: None, kernel: jax.Array, zeros: Padding) -> jax.Array:
+        return convolve_time(x, kernel, step=1, padding=zeros)
 
-    def halving(x: jax.Array, kernel: jax.Array, zeros: Padding) -> jax.Array:
-        return convolve_columns(x, kernel[None], step=1, stride=2, padding=zeros)
+    def stacked(x: jax.Array, _: None, kernel: jax.Array, zeros: Padding) -> jax.Array:
+        return convolve_stacked(x, kernel, step=1, padding=zeros)  # as on a TPU
+
+    def halving(x: jax.Array, _: None, kernel: jax.Array, zeros: Padding) -> jax.Array:
+        return convolve_stacked(x, kernel[None], step=1, stride=2, padding=zeros)
 
     def convolve(x: jax.Array, split: SpatialSharding) -> tuple[jax.Array, ...]:
-        volume = convolve_pieces(x, kernel, split, step=1)
-        by_columns = split.by_piece(columns, x, kernel, ((1, 1), (1, 1)))
+        same = [split.by_piece(form, x, kernel, ((1, 1), (1, 1))) for form in (volume, stacked)]
         wide = split.constrain(nearest(x))
         half = split.by_piece(halving, wide, kernel[1], ((0, 1), (0, 1)))
-        return tuple(split.constrain(y) for y in (volume, by_columns, half))
+        return tuple(split.constrain(y) for y in (*same, half))
 
     x = draw(1, 4, height, width, 2)
     whole = jax.jit(lambda x: convolve(x, SpatialSharding()))(x)
@@ -207,3 +215,27 @@ def test_other_device_counts_are_refused(vae_spatial: int) -> None:
         ValueError, match=rf"vae_spatial={vae_spatial}: .*Use one of \[1, 2, 4, 8\]"
     ):
         over(vae_spatial, batch=1, height=4, width=4)
+
+
+@pytest.mark.parametrize(
+    ("devices", "frames", "expected"),
+    [
+        (8, 21, 3),  # 720p: 531 MB of 537
+        (8, 20, 3),  # seven chunks
+        (8, 2, 2),
+        (4, 21, 1),
+        (1, 21, 1),  # one frame does not fit, and is run
+    ],
+)
+def test_chunks_are_chosen_by_the_memory_of_a_piece(
+    devices: int, frames: int, expected: int
+) -> None:
+    sharding = over(devices, batch=1, height=90, width=160)
+    assert fitting_chunk(WanVaeConfig(), sharding, frames=frames) == expected
+
+
+def test_taps_along_the_side_that_is_whole_become_channels() -> None:
+    assert over(-1, batch=1, height=90, width=160).stacked == ROWS
+    assert over(-1, batch=1, height=16, width=3).stacked == COLUMNS
+    assert over(-1, batch=1, height=4, width=8).stacked is None
+    assert SpatialSharding().stacked is None

@@ -13,6 +13,7 @@ from maxdiffusion.preflight.readers.cycles import (
     VECTOR_OPERATIONS,
     Purpose,
     count_cycles,
+    find_unestimated,
     purpose_of,
     visits,
     weight_copies,
@@ -193,6 +194,38 @@ ENTRY %main (a: bf16[4,2048,2048], b: bf16[4,2048]) -> bf16[1,2048,2048] {{
     assert weight_copies(read_program(text)) == {}
     whole = text.replace("ROOT %f = bf16[1,", "ROOT %f = bf16[4,")
     assert weight_copies(read_program(whole)) == {"inputs[0].a": 4 * 2048 * 2048 * 2}
+
+
+def test_operations_without_an_estimate_are_found(step):
+    """Unknown, missing and asynchronous ones; what is counted elsewhere is not among them."""
+    unknown = 'backend_config={"estimated_cycles":"9223372036854775807"}'
+    text = f"""
+%product (p: f32[1024,256]) -> f32[1024,256] {{
+  %p = f32[1024,256]{{1,0}} parameter(0)
+  ROOT %c = f32[1024,256]{{1,0}} convolution(%p, %p)
+}}
+%body (p: f32[1024,256]) -> f32[1024,256] {{
+  %p = f32[1024,256]{{1,0}} parameter(0)
+  %known = f32[1024,256]{{1,0}} copy(%p), backend_config={{"estimated_cycles":"7"}}
+  %hop = f32[1024,256]{{1,0}} collective-permute(%p)
+  %call-start = ((f32[1024,256]), f32[1024,256]) call-start(%p), async_thread="sparsecore"
+  %done = f32[1024,256]{{1,0}} call-done(%call-start)
+  ROOT %cut = f32[1024,128]{{1,0}} slice(%known)
+}}
+ENTRY %main (p: f32[1024,256]) -> f32[1024,256] {{
+  %p = f32[1024,256]{{1,0}} parameter(0)
+  %small = f32[8,256]{{1,0}} slice(%p)
+  %w = f32[1024,256]{{1,0}} while(%p), body=%body, known_trip_count":{{"n":"3"}}
+  ROOT %f = f32[1024,256]{{1,0}} fusion(%w), calls=%product, {unknown}
+}}
+"""
+    found = find_unestimated(read_program(text))
+    assert found.kinds == {"slice": 1, "SparseCore call": 1, "convolution or product": 1}
+    # Three slices read and write half of a MiB, three calls move one each way.
+    assert found.bytes == 3 * 2**20 + 3 * 2**21 + 2**20
+    assert found.seconds(TPU7X) == pytest.approx(10 * 2**20 / 3690e9)
+    # The recorded step copies eight weights on the SparseCore.
+    assert find_unestimated(step).kinds["SparseCore call"] >= 8
 
 
 def test_a_text_without_entry_is_refused():

@@ -27,7 +27,9 @@ from maxdiffusion.models.vae.layers import Chunk, Numerics, Pointwise
 from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 from maxdiffusion.models.vae.tiling import Tiling, map_tiles
 
-ALL_FRAMES = -1
+ALL_FRAMES, FITTING_FRAMES = -1, 0
+# 1280x720 on eight devices: three latent frames, 531 MB.
+MOST_CHUNK_BYTES = 2**29
 # step(frames, cache, start) -> (result, cache for the next chunk); `start` is that of `Chunk`
 Step = Callable[[Array, Any, Array | None], tuple[Array, Any]]
 
@@ -186,6 +188,20 @@ def run_in_chunks(
     )
     joined = jnp.moveaxis(results, 0, 1)
     return joined.reshape(batch, -1, *joined.shape[3:])[:, -frames:]
+
+
+def fitting_chunk(config: WanVaeConfig, sharding: SpatialSharding, *, frames: int) -> int:
+    """Returns the latent frames to run at a time, of `frames` in chunks of nearly equal length.
+
+    An activation of the widest stage then has at most MOST_CHUNK_BYTES on a device in float32;
+    about six of them are alive at once. Frames that a chunk looks back at cost less in longer ones.
+    """
+    factor = config.spatial_factor // config.fold_size
+    pixels = sharding.height * sharding.width * factor**2 // (sharding.rows * sharding.columns)
+    channels = max(config.encoder_dims[0], config.decoder_dims[-1])
+    most = MOST_CHUNK_BYTES // (4 * pixels * channels * config.temporal_factor)
+    chunks = -(-frames // max(1, most))
+    return -(-frames // chunks)
 
 
 def _chunk(latent_frames: int, chunk: int) -> int:

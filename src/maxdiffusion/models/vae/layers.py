@@ -9,6 +9,7 @@ filled up with empty frames in front and with zeros for the caches, so that all 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +19,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from maxdiffusion.models.vae.conv_impl import convolve_time
-from maxdiffusion.models.vae.sharding import WHOLE, Padding, SpatialSharding
+from maxdiffusion.models.vae.conv_impl import Padding, convolve_time
+from maxdiffusion.models.vae.sharding import WHOLE, SpatialSharding
 
 KERNEL_DIMS = ("time", "height", "width", "channels_in", "channels_out")
 HISTORY = 2  # frames that a causal convolution of three taps looks back
@@ -123,8 +124,10 @@ class FrameConv(ConvParams):
         """The frames; `padding` zeros are put before and after, along height and along width."""
         kernel, bias = self.weights()
 
-        def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
-            return convolve_time(x, kernel[None], step=1, stride=stride, padding=zeros)
+        def convolve(x: Array, _: Array | None, kernel: Array, zeros: Padding) -> Array:
+            return convolve_time(
+                x, kernel[None], step=1, stride=stride, padding=zeros, stacked=sharding.stacked
+            )
 
         y = sharding.by_piece(convolve, x, kernel, (padding, padding))
         return y + jnp.broadcast_to(bias, y.shape)
@@ -136,19 +139,25 @@ class CausalConv(ConvParams):
     def __call__(
         self,
         x: Float[Array, "B F Y X C"],
-        cache: Float[Array, "B cached Y X C"] | None,
+        cache: Float[Array, "B cached y x C"] | None,
         chunk: Chunk = LONE,
-    ) -> tuple[Float[Array, "B F Y X O"], Float[Array, "B cached Y X C"]]:
-        """As many frames as given, and the cache for the next chunk."""
+    ) -> tuple[Float[Array, "B F Y X O"], Float[Array, "B cached y x C"]]:
+        """As many frames as given, and the cache for the next chunk, with borders of pieces."""
         kernel, bias = self.weights()
-        sharding, x = chunk.sharding, chunk.clear(x)
-        window = with_cache(x, cache)
-        if cache is None and x.shape[1] == 1:
-            # All before a single frame is zero: only the last tap in time has something to see.
-            y = convolve_pieces(x, kernel[-1:], sharding, step=1)
-        else:
-            y = convolve_pieces(window, kernel, sharding, step=1)
-        return y + jnp.broadcast_to(bias, y.shape), window[:, -HISTORY:]
+        sharding = chunk.sharding
+
+        def convolve(
+            x: Array, cache: Array | None, kernel: Array, zeros: Padding
+        ) -> tuple[Array, Array]:
+            window = with_cache(x, cache)
+            run = partial(convolve_time, step=1, padding=zeros, stacked=sharding.stacked)
+            if cache is None and x.shape[1] == 1:
+                # All before a single frame is zero: only the last tap has something to see.
+                return run(x, kernel[-1:]), window[:, -HISTORY:]
+            return run(window, kernel), window[:, -HISTORY:]
+
+        y, cache = sharding.by_piece(convolve, chunk.clear(x), kernel, same_size(kernel), cache)
+        return y + jnp.broadcast_to(bias, y.shape), cache
 
 
 class HalvingConv(ConvParams):
@@ -158,7 +167,11 @@ class HalvingConv(ConvParams):
         self, x: Float[Array, "B F Y X C"], sharding: SpatialSharding = WHOLE
     ) -> Float[Array, "B f Y X O"]:
         kernel, bias = self.weights()
-        y = convolve_pieces(x, kernel, sharding, step=2)
+
+        def convolve(x: Array, _: Array | None, kernel: Array, zeros: Padding) -> Array:
+            return convolve_time(x, kernel, step=2, padding=zeros, stacked=sharding.stacked)
+
+        y = sharding.by_piece(convolve, x, kernel, same_size(kernel))
         return y + jnp.broadcast_to(bias, y.shape)
 
 
@@ -171,20 +184,10 @@ def with_cache(
     return jnp.concatenate([cache, x], axis=1)
 
 
-def convolve_pieces(
-    x: Float[Array, "B F Y X C"],
-    kernel: Float[Array, "kf ky kx C O"],
-    sharding: SpatialSharding,
-    *,
-    step: int,
-) -> Float[Array, "B f Y X O"]:
-    """`convolve_time` with zeros that keep the size of a frame, each device over its own piece."""
+def same_size(kernel: Float[Array, "kf ky kx C O"]) -> Padding:
+    """Returns the zeros around a frame that keep its size."""
     rows, columns = kernel.shape[1] // 2, kernel.shape[2] // 2
-
-    def convolve(x: Array, kernel: Array, zeros: Padding) -> Array:
-        return convolve_time(x, kernel, step=step, padding=zeros)
-
-    return sharding.by_piece(convolve, x, kernel, ((rows, rows), (columns, columns)))
+    return (rows, rows), (columns, columns)
 
 
 # Attention scores that one device holds at a time: 2^26 float32 are 256 MiB. A 720p frame has

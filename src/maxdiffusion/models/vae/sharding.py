@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from maxdiffusion.errors import Problem, ProblemsFound
+from maxdiffusion.models.vae.conv_impl import COLUMNS, ROWS, Padding, placed
 
 AXES = ("batch", "redundant", "rows", "columns")
 PIECES = PartitionSpec("batch", None, "rows", "columns")
-# Zeros before and after the height, and before and after the width.
-Padding = tuple[tuple[int, int], tuple[int, int]]
 LEAST_LATENTS = 2  # pieces of one latent send as much to their neighbours as they have
 
 
@@ -64,6 +64,16 @@ class SpatialSharding:
         """Returns the number of pieces of the width."""
         return 1 if self.mesh is None else self.mesh.shape["columns"]
 
+    @property
+    def stacked(self) -> int | None:
+        """Returns the side of a frame that is whole if the other one is cut; see `convolve_time`.
+
+        The borders of a piece are then joined along a dimension that is not tiled.
+        """
+        if (self.rows == 1) == (self.columns == 1):
+            return None
+        return ROWS if self.rows == 1 else COLUMNS
+
     def resized(self, *, height: int, width: int) -> "SpatialSharding":
         """Returns the split for latent frames of another size, over the same devices."""
         if self.mesh is None or (height, width) == (self.height, self.width):
@@ -89,30 +99,37 @@ class SpatialSharding:
 
     def by_piece(
         self,
-        convolve: Callable[[Array, Array, Padding], Array],
+        convolve: Callable[[Array, Array | None, Array, Padding], Any],
         x: Float[Array, "B F Y X C"],
         kernel: Array,
         padding: Padding,
-    ) -> Array:
-        """Runs `convolve(x, kernel, padding)` on each device over its piece with its borders.
+        cache: Float[Array, "B cached y x C"] | None = None,
+    ) -> Any:
+        """Runs `convolve(x, cache, kernel, padding)` on each device over its piece with borders.
 
         XLA's partitioner (jaxlib 0.10.2) gives wrong sums for convolutions over small pieces, and
-        exchanges borders for every tap; here they are exchanged once. Where a program is lowered
-        under a mesh it must be this one.
+        exchanges borders for every tap; here they are exchanged once. All results are pieces. A
+        cache among them keeps the borders of its frames, so that they are not exchanged again.
+        Where a program is lowered under a mesh it must be this one.
         """
         if self.mesh is None or self.mesh.size == 1:
-            return convolve(x, kernel, padding)
+            return convolve(x, cache, kernel, padding)
+        rows, columns = padding
+        zeros = (rows if self.rows == 1 else (0, 0), columns if self.columns == 1 else (0, 0))
 
-        def piece(x: Array, kernel: Array) -> Array:
-            x = _with_borders(x, 2, "rows", self.rows, padding[0])
-            x = _with_borders(x, 3, "columns", self.columns, padding[1])
-            return convolve(x, kernel, ((0, 0), (0, 0)))
+        def piece(x: Array, cache: Array | None, kernel: Array) -> Any:
+            x = placed(x, self.stacked)
+            if self.rows > 1:
+                x = _with_borders(x, ROWS, "rows", self.rows, rows)
+            if self.columns > 1:
+                x = _with_borders(x, COLUMNS, "columns", self.columns, columns)
+            return convolve(x, cache, kernel, zeros)
 
-        specs = (PIECES, PartitionSpec())
+        specs = (PIECES, PIECES, PartitionSpec())
         run = jax.shard_map(
             piece, mesh=self.mesh, in_specs=specs, out_specs=PIECES, check_vma=False
         )
-        return run(self.constrain(x), kernel)
+        return run(self.constrain(x), cache, kernel)
 
     def describe(self) -> str:
         """Returns one line: the pieces, the devices, and why they are fewer than asked for."""
@@ -156,23 +173,29 @@ def _with_borders(x: Array, dim: int, axis: str, count: int, sizes: tuple[int, i
     parts = [x]
     if before:
         nearest = lax.slice_in_dim(x, length - before, length, axis=dim)
-        parts.insert(0, _sent(nearest, axis, [(i, i + 1) for i in range(last)]))
+        parts.insert(0, _sent(nearest, dim, axis, [(i, i + 1) for i in range(last)]))
     if after:
         nearest = lax.slice_in_dim(x, 0, after, axis=dim)
-        parts.append(_sent(nearest, axis, [(i + 1, i) for i in range(last)]))
+        parts.append(_sent(nearest, dim, axis, [(i + 1, i) for i in range(last)]))
     return jnp.concatenate(parts, axis=dim)
 
 
-def _sent(x: Array, axis: str, pairs: list[tuple[int, int]]) -> Array:
-    """Returns what a neighbour sends; zeros where there is none."""
-    return lax.ppermute(x, axis, pairs) if pairs else jnp.zeros_like(x)
+def _sent(x: Array, dim: int, axis: str, pairs: list[tuple[int, int]]) -> Array:
+    """Returns what a neighbour sends; zeros where there is none.
+
+    A single row or column is sent without its dimension, which would fill one of 128 lanes.
+    """
+    if x.shape[dim] > 1:
+        return lax.ppermute(x, axis, pairs)
+    return jnp.expand_dims(lax.ppermute(jnp.squeeze(x, dim), axis, pairs), dim)
 
 
 def split(devices: int, height: int, width: int) -> tuple[int, int]:
     """Returns rows and columns of the finest equal split whose piece count divides `devices`.
 
-    Pieces have at least LEAST_LATENTS latents along a cut. Among equally fine splits it is the one
-    that exchanges the fewest pixels along the cuts.
+    Pieces have at least LEAST_LATENTS latents along a cut. Among equally fine splits it is one that
+    cuts a single side if there is any, since a TPU exchanges borders of the side in its lanes
+    slowly, and then the one that exchanges the fewest pixels along the cuts.
     """
     grids = [
         (rows, columns)
@@ -185,7 +208,11 @@ def split(devices: int, height: int, width: int) -> tuple[int, int]:
         # A piece in the middle has two neighbours along a dimension cut in three or more.
         return min(rows - 1, 2) * width / columns + min(columns - 1, 2) * height / rows
 
-    return min(grids, key=lambda grid: (-grid[0] * grid[1], border(*grid), grid))
+    def order(grid: tuple[int, int]) -> tuple[int, bool, float, tuple[int, int]]:
+        rows, columns = grid
+        return -rows * columns, min(rows, columns) > 1, border(rows, columns), grid
+
+    return min(grids, key=order)
 
 
 def _cuts(size: int, most: int) -> list[int]:

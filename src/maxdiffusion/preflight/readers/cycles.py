@@ -3,7 +3,7 @@
 import enum
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from maxdiffusion.costs.chips import Chip
@@ -184,6 +184,83 @@ def weight_copies(program: ScheduledProgram) -> dict[str, int]:
     return {
         weights[name].operation.replace("\\", ""): weights[name].bytes for name in sorted(copied)
     }
+
+
+# Operations that take no time of their own, or that are counted elsewhere: the bodies of loops,
+# collectives by their bytes, kernels by their machine code. Prefetches run next to other work.
+_COUNTED = frozenset(
+    [
+        "parameter",
+        "constant",
+        "bitcast",
+        "tuple",
+        "get-tuple-element",
+        "while",
+        "conditional",
+        "call",
+        "async-start",
+        "async-update",
+        "copy-start",
+        "custom-call",
+        "after-all",
+        "partition-id",
+        "replica-id",
+    ]
+)
+_COLLECTIVE = re.compile(r"(all|collective|reduce-scatter|send|recv|ragged)\b.*")
+# Smaller results are moved in less than 0.1 microseconds.
+_LEAST_UNKNOWN = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unestimated:
+    """Operations that the compiler has no estimate for, so that sums of cycles leave them out.
+
+    `kinds` counts them in the program; `bytes` is the least that they move in one run of it.
+    """
+
+    kinds: Mapping[str, int]
+    bytes: int
+
+    @property
+    def operations(self) -> int:
+        """Returns the number of operations in the program."""
+        return sum(self.kinds.values())
+
+    def seconds(self, chip: Chip) -> float:
+        """Returns the time that HBM takes for their bytes, the least that they can take."""
+        return self.bytes / chip.hbm_bandwidth
+
+    def describe(self) -> str:
+        """Returns the kinds with their numbers, the most frequent first."""
+        ordered = sorted(self.kinds.items(), key=lambda item: (-item[1], item[0]))
+        return ", ".join(f"{count} {kind}" for kind, count in ordered)
+
+
+def find_unestimated(program: ScheduledProgram) -> Unestimated:
+    """Returns the operations of a program without an estimate: stated as unknown, or missing."""
+    kinds: Counter[str] = Counter()
+    moved = 0
+    for visit in visits(program):
+        one = visit.instruction
+        if one.estimated_cycles or one.bytes < _LEAST_UNKNOWN or _is_counted(one):
+            continue
+        kinds[_kind(program, one)] += 1
+        # An asynchronous call lists operands and results; other moves read what they write.
+        twice = one.opcode != "call-start" and _only_moves(program, one)
+        moved += one.bytes * visit.times * (2 if twice else 1)
+    return Unestimated(kinds=dict(kinds), bytes=moved)
+
+
+def _is_counted(instruction: Instruction) -> bool:
+    opcode = instruction.opcode
+    return opcode in _COUNTED or opcode.endswith("-done") or bool(_COLLECTIVE.fullmatch(opcode))
+
+
+def _kind(program: ScheduledProgram, instruction: Instruction) -> str:
+    if program.multiplies(instruction):
+        return "convolution or product"
+    return "SparseCore call" if "sparsecore" in instruction.text else instruction.opcode
 
 
 def cycles_of(instruction: Instruction, chip: Chip) -> int:
