@@ -17,6 +17,7 @@ from jax.experimental import pallas as pl
 from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.fixed_m import CEILING_BITS
 from maxdiffusion.kernels.flash.fp8 import fp8_queries
+from maxdiffusion.kernels.flash.free_depth import ROWS
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.flash.tiles import (
     Maximum,
@@ -55,9 +56,20 @@ def _run(work: Work) -> None:
 
 
 def _start(step: Step) -> None:
+    if step.plan.shift_in_product:
+        _keep_weights(step.refs.weights)
     for head in step.heads:
         _start_queries(step, head)
         _start_state(step, head, _sample(step, head))
+
+
+def _keep_weights(weights: Ref) -> None:
+    """Writes the first rows of the weights, which are not read before a tile writes them again.
+
+    Where only one tile of the program uses this memory, the compiler would remove it, pass weights
+    from stores to loads, and spill them in float32: 6,169 bundles instead of 5,947 for 7680 keys.
+    """
+    weights[:ROWS] = jnp.zeros((ROWS, weights.shape[1]), weights.dtype)
 
 
 def _start_queries(step: Step, head: int) -> None:

@@ -11,6 +11,7 @@ from maxdiffusion.kernels.flash.config import (
     Product,
 )
 from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_INT32, TERMS_PER_KEY
+from maxdiffusion.kernels.flash.free_depth import has_room
 from maxdiffusion.kernels.tpu import LANES, BlockSizes
 
 
@@ -84,6 +85,16 @@ class KernelPlan:
     def fp8(self) -> bool:
         """Returns whether Q.K^T multiplies float8 parts."""
         return self.options.product is Product.FP8
+
+    @property
+    def shift_in_product(self) -> bool:
+        """Returns whether K Q^T of the main loop subtracts the shift (see `free_depth`).
+
+        The weights of a tile are then kept in VMEM, in the type of the values.
+        """
+        shape = self.shape
+        room = has_room(head_dim=shape.head_dim, dtype=shape.dtype, chip=self.options.chip)
+        return room and not self.fp8
 
     @property
     def product_dtype(self) -> jnp.dtype:

@@ -28,7 +28,8 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
 from maxdiffusion.kernels.flash.config import NO_SCORE, FlashOptions, FlashShape
-from maxdiffusion.kernels.flash.tiles import HEADROOM_BITS, ROWS, Ref, fold
+from maxdiffusion.kernels.flash.free_depth import ROWS
+from maxdiffusion.kernels.flash.tiles import HEADROOM_BITS, Ref, fold
 from maxdiffusion.kernels.tpu import LANES, MIB, SUBLANES, even_block, round_up
 
 BLOCK_Q = 9728
