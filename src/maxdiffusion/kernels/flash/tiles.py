@@ -239,7 +239,7 @@ class Step:
         if not self.plan.shift_in_product:
             return weights
         # Stored here, they are rounded where they are made, and half as many bytes wait for P.V.
-        kept = self.refs.weights.at[pl.ds(start, len(p)), pl.ds(0, p.shape[1])]
+        kept: Ref = self.refs.weights.at[pl.ds(start, len(p)), pl.ds(0, p.shape[1])]
         kept[...] = weights
         return kept[...]
 
