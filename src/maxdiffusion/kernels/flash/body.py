@@ -167,6 +167,10 @@ def _running_work(step: Step, heads: Sequence[int]) -> Work:
 def _unmasked_work(step: Step, heads: Sequence[int], maximum: Maximum) -> Work:
     """Yields what adds this step's keys if all are attended, or if they end with the array."""
     plan = step.plan
+    if plan.one_form:
+        ends = step.live() & (step.fully_attended() | step.ends_here())
+        yield ends, functools.partial(unmasked_tile, step, heads, plan.tail, maximum)
+        return
     if plan.whole_blocks or plan.masked:
         fully_attended = step.live() & step.fully_attended()
         size = plan.blocks.block_kv

@@ -12,7 +12,7 @@ from maxdiffusion.kernels.flash.config import (
 )
 from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_INT32, TERMS_PER_KEY
 from maxdiffusion.kernels.flash.free_depth import has_room
-from maxdiffusion.kernels.tpu import LANES, BlockSizes
+from maxdiffusion.kernels.tpu import LANES, BlockSizes, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,16 @@ class KernelPlan:
         Padding that makes a sequence divisible ends in the 128 to 255 keys after them.
         """
         return max(0, self.tail - LANES) // LANES * LANES
+
+    @property
+    def one_form(self) -> bool:
+        """Returns whether the last keys take as many rows as a whole block, up to a lane tile.
+
+        Whole blocks then run as the last one does, so that there is half the code; what hides the
+        keys past the end finds none in them.
+        """
+        even = self.tail > 0 and round_up(self.tail, LANES) == self.blocks.block_kv
+        return even and self.whole_blocks > 0 and not self.masked
 
     @property
     def selective(self) -> bool:

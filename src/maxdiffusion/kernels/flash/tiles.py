@@ -408,7 +408,7 @@ def _ends(step: Step, keys: int) -> tuple[Array | int, int]:
     """Returns where the keys of a tile end, and how many at its start are surely attended."""
     if keys == step.plan.blocks.block_kv:
         return keys, keys
-    if not step.plan.lengths:
+    if not (step.plan.lengths or step.plan.one_form):
         return keys, keys // LANES * LANES
     return step.limit - step.first_key, step.plan.num_unmasked_tail_keys
 
