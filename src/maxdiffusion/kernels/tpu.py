@@ -14,6 +14,8 @@ from maxdiffusion.errors import Problem, ProblemsFound
 
 LANES = 128
 SUBLANES = 8
+BF16_SUBLANES = 16
+"""Rows of a whole register of bfloat16."""
 MIB = 2**20
 
 EVEN_TILE = 512

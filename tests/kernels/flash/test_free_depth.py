@@ -10,7 +10,6 @@ from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.free_depth import (
     TERMS,
     bf16_terms,
-    has_room,
     with_ones,
     with_terms,
 )
@@ -50,13 +49,16 @@ def test_a_product_takes_up_the_value_of_each_query(size: float) -> None:
         (64, "bfloat16", "tpu7x", False),
         (128, "float32", "tpu7x", False),
         (128, "bfloat16", "v5e", False),
-        (128, "bfloat16", "unknown", False),
+        (128, "bfloat16", "v5p", False),
     ],
 )
 def test_there_is_room_next_to_half_an_mxu(
     head_dim: int, dtype: str, chip: str, *, room: bool
 ) -> None:
-    assert has_room(head_dim=head_dim, dtype=dtype, chip=chip) is room
+    sizes = {"batch": 1, "q_len": 256, "kv_len": 256, "heads": 1, "kv_heads": 1}
+    shape = FlashShape(**sizes, head_dim=head_dim, dtype=dtype)
+    plan = plan_kernel(shape, small_blocks(), FlashOptions(chip=chip))
+    assert plan.shift_in_product is room
 
 
 def test_float8_fills_the_depth_with_keys() -> None:
@@ -65,6 +67,27 @@ def test_float8_fills_the_depth_with_keys() -> None:
     for product, shifts in ((Product.NATIVE, True), (Product.FP8, False)):
         plan = plan_kernel(shape, small_blocks(), FlashOptions(product=product))
         assert plan.shift_in_product is shifts
+
+
+@pytest.mark.parametrize(
+    ("keys", "block_kv", "kind", "one"),
+    [
+        (300, 128, {}, True),
+        (300, 128, {"lengths": True}, True),
+        (300, 128, {"masked": True}, False),
+        (420, 256, {}, True),
+        (380, 256, {}, False),
+        (256, 128, {}, False),
+        (100, 128, {}, False),
+    ],
+)
+def test_even_blocks_of_keys_have_one_form(
+    keys: int, block_kv: int, kind: dict[str, bool], *, one: bool
+) -> None:
+    sizes = {"batch": 1, "q_len": 256, "heads": 1, "kv_heads": 1, "head_dim": 128}
+    shape = FlashShape(**sizes, kv_len=keys, dtype="bfloat16")
+    blocks = small_blocks().updated({"block_kv": block_kv})
+    assert plan_kernel(shape, blocks, FlashOptions(), **kind).one_form is one
 
 
 @pytest.mark.parametrize("late", [3.0, 30.0, 3e3])

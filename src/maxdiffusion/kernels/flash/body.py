@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.fixed_m import CEILING_BITS
 from maxdiffusion.kernels.flash.fp8 import fp8_queries
-from maxdiffusion.kernels.flash.free_depth import ROWS
 from maxdiffusion.kernels.flash.plan import KernelPlan
 from maxdiffusion.kernels.flash.tiles import (
     Maximum,
@@ -29,7 +28,7 @@ from maxdiffusion.kernels.flash.tiles import (
     rollback,
     unmasked_tile,
 )
-from maxdiffusion.kernels.tpu import LANES
+from maxdiffusion.kernels.tpu import BF16_SUBLANES, LANES
 
 Work = Iterator[tuple[Array, Callable[[], None]]]
 """Conditions and what is done under each, in the order in which they are computed."""
@@ -70,7 +69,7 @@ def _keep_weights(step: Step) -> None:
     from stores to loads, and spill them in float32: 6,169 bundles instead of 5,947 for 7680 keys.
     """
     weights = step.refs.weights
-    weights[:ROWS] = jnp.zeros((ROWS, weights.shape[1]), step.plan.dtype)
+    weights[:BF16_SUBLANES] = jnp.zeros((BF16_SUBLANES, weights.shape[1]), step.plan.dtype)
 
 
 def _start_queries(step: Step, head: int) -> None:

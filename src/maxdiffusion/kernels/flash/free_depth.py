@@ -24,20 +24,12 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax import Array, lax
 
-from maxdiffusion.kernels.tpu import LANES, MXU_DEPTH, SUBLANES
+from maxdiffusion.kernels.tpu import BF16_SUBLANES, LANES
 
-ROWS = 2 * SUBLANES
-"""Rows of a whole register of bfloat16."""
 TERMS = 3
 """Terms of bfloat16 that hold a float32."""
 _HIGH_BITS = -(2**16)
 """Sign, exponent and the first 8 bits of a float32, those of a bfloat16."""
-
-
-def has_room(*, head_dim: int, dtype: str, chip: str) -> bool:
-    """Returns whether whole lanes of the depth are free next to a head on this chip."""
-    free = -head_dim % MXU_DEPTH.get(chip, LANES)
-    return dtype == "bfloat16" and head_dim % LANES == 0 and free >= LANES
 
 
 def bf16_terms(x: Array) -> Sequence[Array]:
@@ -53,17 +45,17 @@ def bf16_terms(x: Array) -> Sequence[Array]:
 
 def with_terms(columns: Array, x: Array) -> Array:
     """Returns [H + 128, S]: columns [H, S] with the terms of x [1, S] below, and zeros."""
-    shape = (ROWS, columns.shape[1])
+    shape = (BF16_SUBLANES, columns.shape[1])
     row = lax.broadcasted_iota(jnp.int32, shape, 0)
     below = jnp.zeros(shape, jnp.float32)
     for index, term in enumerate(bf16_terms(x)):
         below = jnp.where(row == index, jnp.broadcast_to(term, shape), below)
-    zeros = jnp.zeros((LANES - ROWS, shape[1]), columns.dtype)
+    zeros = jnp.zeros((LANES - BF16_SUBLANES, shape[1]), columns.dtype)
     return jnp.concatenate([columns, below.astype(columns.dtype), zeros], axis=0)
 
 
 def with_ones(rows: Array) -> Array:
     """Returns [T, H + 128]: rows [T, H], whose products take up the terms of `with_terms`."""
-    lane = lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (BF16_SUBLANES, LANES), 1)
     ones = jnp.where(lane < TERMS, 1.0, 0.0).astype(rows.dtype)
-    return jnp.concatenate([rows, jnp.concatenate([ones] * (len(rows) // ROWS))], axis=1)
+    return jnp.concatenate([rows, jnp.concatenate([ones] * (len(rows) // BF16_SUBLANES))], axis=1)

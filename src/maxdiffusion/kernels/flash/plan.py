@@ -11,8 +11,7 @@ from maxdiffusion.kernels.flash.config import (
     Product,
 )
 from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_INT32, TERMS_PER_KEY
-from maxdiffusion.kernels.flash.free_depth import has_room
-from maxdiffusion.kernels.tpu import LANES, BlockSizes, round_up
+from maxdiffusion.kernels.tpu import LANES, MXU_DEPTH, BlockSizes, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +99,12 @@ class KernelPlan:
     def shift_in_product(self) -> bool:
         """Returns whether K Q^T of the main loop subtracts the shift (see `free_depth`).
 
-        The weights of a tile are then kept in VMEM, in the type of the values.
+        It does where whole lanes of the MXU's depth are free next to a head. The weights of a tile
+        are then kept in VMEM, in the type of the values.
         """
-        shape = self.shape
-        room = has_room(head_dim=shape.head_dim, dtype=shape.dtype, chip=self.options.chip)
-        return room and not self.fp8
+        free = -self.shape.head_dim % MXU_DEPTH.get(self.options.chip, LANES)
+        native = self.dtype == jnp.bfloat16 and not self.fp8
+        return native and self.folded and free >= LANES
 
     @property
     def product_dtype(self) -> jnp.dtype:

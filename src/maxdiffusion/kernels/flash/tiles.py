@@ -27,9 +27,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.fp8 import KEYS_PER_INT32, inverse
-from maxdiffusion.kernels.flash.free_depth import ROWS, with_ones, with_terms
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.tpu import LANES, SUBLANES, largest_divisor, round_up
+from maxdiffusion.kernels.tpu import (
+    BF16_SUBLANES,
+    LANES,
+    SUBLANES,
+    largest_divisor,
+    round_up,
+)
 
 if TYPE_CHECKING:
 
@@ -231,6 +236,8 @@ class Step:
         keys, queries = self.keys(head, rows), self.refs.qt[head, :, columns]
         if not self.plan.shift_in_product:
             return keys, queries
+        from maxdiffusion.kernels.flash.free_depth import with_ones, with_terms
+
         return with_ones(keys), with_terms(queries, -self.refs.state.m_next[head, :, columns])
 
     def rounded(self, p: Array, start: int) -> Array:
@@ -337,12 +344,12 @@ def bf16_exp(step: Step, products: Array, head: int, columns: Any) -> Weights:
     level = jnp.maximum(shift * inverse(scale), NO_SCORE)
     x = (products - level).astype(dtype) * scale.astype(dtype)
     p = step.power(x)
-    largest = jnp.max(x.reshape(-1, ROWS, x.shape[1]), axis=0).astype(jnp.float32)
+    largest = jnp.max(x.reshape(-1, BF16_SUBLANES, x.shape[1]), axis=0).astype(jnp.float32)
     return Weights(p=p, total=_total(p), largest=fold(largest, jnp.max) + shift)
 
 
 def _total(p: Array) -> Array:
-    addends = p.reshape(-1, ADDENDS, ROWS, p.shape[1])
+    addends = p.reshape(-1, ADDENDS, BF16_SUBLANES, p.shape[1])
     parts = [addends[:, index] for index in range(ADDENDS)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
