@@ -46,7 +46,8 @@ def flash(problem: LocalProblem, **sizes) -> FlashBackend:
         (flash(local(ring=16, q_len=4728)), 4608, 4736),
         (flash(local(q_len=1000)), 1024, 1024),
         (replace(flash(local(ring=1, q_len=75648)), softmax=Softmax.FIXED_M), 4608, 7680),
-        (flash(local(kind="TPU v6 lite", ring=1)), 4608, 7680),
+        (flash(local(kind="TPU v6 lite", ring=1)), 9728, 18944),
+        (replace(flash(local(kind="TPU v6 lite")), softmax=Softmax.FIXED_M), 9728, 7680),
         (flash(local(kind="TPU v9", q_len=8192)), 1024, 1024),
     ],
 )

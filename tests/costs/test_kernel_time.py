@@ -44,6 +44,15 @@ def test_cycles_of_a_call():
     assert ring.cycles(PUBLIC) == 2 * 2 * use.cycles(PUBLIC)
 
 
+def test_a_last_block_as_long_as_the_others_is_one_of_them():
+    tile = Tile(block_q=512, block_kv=1024, q_tile=512, kv_step=128)
+    use = KernelCalls(pairs=1, calls=1, q_len=512, kv_len=2 * 1024, tile=tile)
+    even = dataclasses.replace(use, kv_len=2 * 1024 - 100)
+    assert even.cycles(PUBLIC) == use.cycles(PUBLIC)
+    shorter = dataclasses.replace(use, kv_len=2 * 1024 - 128)
+    assert shorter.cycles(PUBLIC) == 14_104 + 13_187 * 7 / 8
+
+
 def test_a_last_block_of_queries_costs_the_tiles_that_it_needs():
     tile = Tile(block_q=4096, block_kv=1024, q_tile=1024)
     use = KernelCalls(pairs=1, calls=1, q_len=37_808, kv_len=1024, tile=tile)

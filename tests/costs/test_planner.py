@@ -64,10 +64,10 @@ PINNED = {
     ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 4, 4608, 6400),
     ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 8, 2, 4608, 7680),
     ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 16, 2, 4608, 7680),
-    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4, 4608, 6400),
-    ("v6e:4x4", 8): ("ulysses_ring_custom", 2, 4, 4608, 6400),
-    ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 4608, 7680),
-    ("v6e:8x8", 32): ("ulysses_ring_custom", 8, 4, 4608, 6400),
+    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4, 9728, 18944),
+    ("v6e:4x4", 8): ("ulysses_ring_custom", 2, 4, 9728, 18944),
+    ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 9728, 18944),
+    ("v6e:8x8", 32): ("ulysses_ring_custom", 8, 4, 9728, 18944),
 }
 
 

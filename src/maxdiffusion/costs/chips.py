@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.kernels.tpu import CHIP_NAMES, VMEM_BYTES
+from maxdiffusion.kernels.tpu import CHIP_NAMES, MXU_DEPTH, VMEM_BYTES
 
 GIB = 2**30
 
@@ -126,7 +126,7 @@ CHIPS: dict[str, Chip] = {
             usable_hbm_bytes=int(94.75 * GIB),
             hbm_bandwidth=3690e9,
             flops_per_cycle=_TWO_LARGE_MXUS,
-            mxu_depth=256,
+            mxu_depth=MXU_DEPTH["tpu7x"],
             link_bandwidth=100e9,
             core_links=6,
             wrap_from=4,
@@ -149,7 +149,7 @@ CHIPS: dict[str, Chip] = {
             usable_hbm_bytes=int(31.25 * GIB),
             hbm_bandwidth=1638e9,
             flops_per_cycle=_TWO_LARGE_MXUS,
-            mxu_depth=256,
+            mxu_depth=MXU_DEPTH["v6e"],
             link_bandwidth=100e9,
             wrap_from=16,
             sources=(
@@ -166,7 +166,7 @@ CHIPS: dict[str, Chip] = {
             usable_hbm_bytes=int(95.74 * GIB),  # more than the published 95 GB, in whole GiB
             hbm_bandwidth=2765e9,
             flops_per_cycle=2 * _FOUR_SMALL_MXUS,
-            mxu_depth=128,
+            mxu_depth=MXU_DEPTH["v5p"],
             link_bandwidth=100e9,
             wrap_from=4,
             sources=(
@@ -183,7 +183,7 @@ CHIPS: dict[str, Chip] = {
             usable_hbm_bytes=int(15.75 * GIB),
             hbm_bandwidth=819e9,
             flops_per_cycle=_FOUR_SMALL_MXUS,
-            mxu_depth=128,
+            mxu_depth=MXU_DEPTH["v5e"],
             link_bandwidth=50e9,
             wrap_from=16,
             sources=(

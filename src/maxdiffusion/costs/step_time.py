@@ -107,6 +107,9 @@ class KernelCalls:
         """Returns the cycles of one attention."""
         whole, rest = divmod(self.kv_len, self.tile.block_kv)
         ragged = -(-rest // self.tile.kv_step) * self.tile.kv_step / self.tile.block_kv
+        if ragged == 1.0:
+            # The keys end in the last step of a block, which the main loop takes like any other.
+            whole, ragged = whole + 1, 0.0
         every_pass = whole * code.main_loop_cycles + ragged * code.ragged_cycles
         steps = -(-self.kv_len // self.tile.block_kv)
         every_block = steps * code.step_bundles + code.q_block_bundles

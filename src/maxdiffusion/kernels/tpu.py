@@ -14,6 +14,8 @@ from maxdiffusion.errors import Problem, ProblemsFound
 
 LANES = 128
 SUBLANES = 8
+BF16_SUBLANES = 16
+"""Rows of a whole register of bfloat16."""
 MIB = 2**20
 
 EVEN_TILE = 512
@@ -21,6 +23,9 @@ EVEN_TILE = 512
 
 VMEM_BYTES = {"tpu7x": 64 * MIB, "v6e": 128 * MIB, "v5p": 64 * MIB, "v5e": 128 * MIB}
 """VMEM of one TensorCore by chip."""
+
+MXU_DEPTH = {"tpu7x": 256, "v6e": 256, "v5p": 128, "v5e": 128}
+"""Length of a dot product that fills an MXU, by chip."""
 
 CHIP_NAMES = {
     "tpu7x": "tpu7x",

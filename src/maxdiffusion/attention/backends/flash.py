@@ -320,7 +320,7 @@ class FlashBackend(AttentionBackend[FlashStats]):
     def tuned_blocks(self) -> BlockSizes:
         """Returns the block sizes before they are cut to the chip."""
         fp8 = self.precision is Precision.FP8
-        blocks = flash_blocks(self.problem, self.options, self.search_name, fp8=fp8)
+        blocks = flash_blocks(self.problem, self.options, self.search_name)
         if not fp8 or blocks.block_q_compute:
             return blocks
         return replace(blocks, block_q_compute=FP8_QUERIES_AT_ONCE)

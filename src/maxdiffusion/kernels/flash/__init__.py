@@ -5,7 +5,7 @@ config  options and array sizes of a call           plan     frozen description 
 body    one grid step                               tiles    unmasked and masked tiles
 vmem    VMEM by arithmetic; plan_kernel refuses     fixed_m  bound, gate, key smoothing
 fp8     Q.K^T in float8 (lossy)                     backward*  its gradient: plan, body, call
-                                                    resident  few keys, all of them in VMEM
+free_depth  K Q^T that subtracts the shift          resident  few keys, all of them in VMEM
 """
 
 from maxdiffusion.kernels.flash.api import (

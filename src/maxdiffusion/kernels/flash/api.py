@@ -175,7 +175,9 @@ def _scratch(plan: KernelPlan) -> list[Any]:
     per_query = [pltpu.VMEM((heads, r, rows), jnp.float32) for r in (width, SUBLANES, 1)]
     queries = [pltpu.VMEM((heads, plan.product_depth, rows), plan.product_dtype)]
     queries += [per_query[-1]] * plan.fp8
-    return [*queries, *per_query, per_query[-1], *per_query]
+    tile = (plan.blocks.block_kv, plan.blocks.q_tile)
+    weights = [pltpu.VMEM(tile, plan.dtype)] * plan.shift_in_product
+    return [*queries, *per_query, per_query[-1], *per_query, *weights]
 
 
 def _compiler_params(plan: KernelPlan) -> pltpu.CompilerParams:

@@ -28,7 +28,7 @@ from maxdiffusion.kernels.flash.tiles import (
     rollback,
     unmasked_tile,
 )
-from maxdiffusion.kernels.tpu import LANES
+from maxdiffusion.kernels.tpu import BF16_SUBLANES, LANES
 
 Work = Iterator[tuple[Array, Callable[[], None]]]
 """Conditions and what is done under each, in the order in which they are computed."""
@@ -55,9 +55,21 @@ def _run(work: Work) -> None:
 
 
 def _start(step: Step) -> None:
+    if step.plan.shift_in_product:
+        _keep_weights(step)
     for head in step.heads:
         _start_queries(step, head)
         _start_state(step, head, _sample(step, head))
+
+
+def _keep_weights(step: Step) -> None:
+    """Writes the first rows of the weights, which are not read before a tile writes them again.
+
+    Where only one tile of the program uses this memory, the compiler would remove it, pass weights
+    from stores to loads, and spill them in float32: 6,169 bundles instead of 5,947 for 7680 keys.
+    """
+    weights = step.refs.weights
+    weights[:BF16_SUBLANES] = jnp.zeros((BF16_SUBLANES, weights.shape[1]), step.plan.dtype)
 
 
 def _start_queries(step: Step, head: int) -> None:
@@ -154,6 +166,10 @@ def _running_work(step: Step, heads: Sequence[int]) -> Work:
 def _unmasked_work(step: Step, heads: Sequence[int], maximum: Maximum) -> Work:
     """Yields what adds this step's keys if all are attended, or if they end with the array."""
     plan = step.plan
+    if plan.one_form:
+        ends = step.live() & (step.fully_attended() | step.ends_here())
+        yield ends, functools.partial(unmasked_tile, step, heads, plan.tail, maximum)
+        return
     if plan.whole_blocks or plan.masked:
         fully_attended = step.live() & step.fully_attended()
         size = plan.blocks.block_kv

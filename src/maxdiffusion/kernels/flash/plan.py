@@ -11,7 +11,7 @@ from maxdiffusion.kernels.flash.config import (
     Product,
 )
 from maxdiffusion.kernels.flash.fp8 import FP8, KEYS_PER_INT32, TERMS_PER_KEY
-from maxdiffusion.kernels.tpu import LANES, BlockSizes
+from maxdiffusion.kernels.tpu import LANES, MXU_DEPTH, BlockSizes, round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,16 @@ class KernelPlan:
         return max(0, self.tail - LANES) // LANES * LANES
 
     @property
+    def one_form(self) -> bool:
+        """Returns whether the last keys take as many rows as a whole block, up to a lane tile.
+
+        Whole blocks then run as the last one does, so that there is half the code; what hides the
+        keys past the end finds none in them.
+        """
+        even = self.tail > 0 and round_up(self.tail, LANES) == self.blocks.block_kv
+        return even and self.whole_blocks > 0 and not self.masked
+
+    @property
     def selective(self) -> bool:
         """Returns whether the attended keys are known only at run time."""
         return self.masked or self.lengths
@@ -84,6 +94,17 @@ class KernelPlan:
     def fp8(self) -> bool:
         """Returns whether Q.K^T multiplies float8 parts."""
         return self.options.product is Product.FP8
+
+    @property
+    def shift_in_product(self) -> bool:
+        """Returns whether K Q^T of the main loop subtracts the shift (see `free_depth`).
+
+        It does where whole lanes of the MXU's depth are free next to a head. The weights of a tile
+        are then kept in VMEM, in the type of the values.
+        """
+        free = -self.shape.head_dim % MXU_DEPTH.get(self.options.chip, LANES)
+        native = self.dtype == jnp.bfloat16 and not self.fp8
+        return native and self.folded and free >= LANES
 
     @property
     def product_dtype(self) -> jnp.dtype:

@@ -28,8 +28,15 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Float
 
 from maxdiffusion.kernels.flash.config import NO_SCORE, FlashOptions, FlashShape
-from maxdiffusion.kernels.flash.tiles import HEADROOM_BITS, ROWS, Ref, fold
-from maxdiffusion.kernels.tpu import LANES, MIB, SUBLANES, even_block, round_up
+from maxdiffusion.kernels.flash.tiles import HEADROOM_BITS, Ref, fold
+from maxdiffusion.kernels.tpu import (
+    BF16_SUBLANES,
+    LANES,
+    MIB,
+    SUBLANES,
+    even_block,
+    round_up,
+)
 
 BLOCK_Q = 9728
 """Queries of a grid step at most: its first and last stages have nothing to run under."""
@@ -86,7 +93,7 @@ class Scratch(NamedTuple):
     """Arrays in VMEM: keys and values of a head, and two tiles between each two stages."""
 
     keys: Ref  # [T, H], scaled
-    values: Ref  # [H + ROWS, T]; rows of ones below
+    values: Ref  # [H + BF16_SUBLANES, T]; rows of ones below
     first: Ref  # [2, 128, queries] scores of the first keys
     shift: Ref  # [2, 1, queries]
     weights: Ref  # [2, T, queries] exponentials
@@ -138,7 +145,7 @@ def _scratch(plan: ResidentPlan) -> list[Any]:
     keys, width, tile = plan.keys, plan.shape.head_dim, plan.tiles[0][1]
     return [
         pltpu.VMEM((keys, width), jnp.bfloat16),
-        pltpu.VMEM((width + ROWS, keys), jnp.bfloat16),
+        pltpu.VMEM((width + BF16_SUBLANES, keys), jnp.bfloat16),
         pltpu.VMEM((2, LANES, tile), jnp.float32),
         pltpu.VMEM((2, 1, tile), jnp.float32),
         pltpu.VMEM((2, keys, tile), jnp.bfloat16),
@@ -199,7 +206,7 @@ class Step:
         scratch.keys[...] = (keys * plan.key_scale).astype(jnp.bfloat16)
         width = plan.shape.head_dim
         scratch.values[:width] = values.T.astype(jnp.bfloat16)
-        scratch.values[width:] = jnp.ones((ROWS, plan.keys), jnp.bfloat16)
+        scratch.values[width:] = jnp.ones((BF16_SUBLANES, plan.keys), jnp.bfloat16)
 
     def scores(self, first: int, keys: int, columns: Any) -> Array:
         """Returns the scores [keys, queries] of some keys; those of padding are never largest."""

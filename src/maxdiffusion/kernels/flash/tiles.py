@@ -28,7 +28,13 @@ from jax.experimental.pallas import tpu as pltpu
 from maxdiffusion.kernels.flash.config import NO_SCORE
 from maxdiffusion.kernels.flash.fp8 import KEYS_PER_INT32, inverse
 from maxdiffusion.kernels.flash.plan import KernelPlan
-from maxdiffusion.kernels.tpu import LANES, SUBLANES, largest_divisor, round_up
+from maxdiffusion.kernels.tpu import (
+    BF16_SUBLANES,
+    LANES,
+    SUBLANES,
+    largest_divisor,
+    round_up,
+)
 
 if TYPE_CHECKING:
 
@@ -92,6 +98,7 @@ class Refs:
     q_scale: Ref  # [heads, 1, block_q] what their scores are multiplied by; None without float8
     state: State
     saved: State  # before the last unmasked block, without `m_next`, which is the new `m_acc`
+    weights: Ref  # [block_kv, q_tile] of a tile; None unless the product subtracts the shift
 
     @classmethod
     def named(cls, plan: KernelPlan, refs: Sequence[Ref]) -> "Refs":
@@ -116,6 +123,7 @@ class Refs:
             q_scale=next(left) if plan.fp8 else absent,
             state=State(o=next(left), l=next(left), m_acc=next(left), m_next=next(left)),
             saved=State(o=next(left), l=next(left), m_acc=next(left), m_next=absent),
+            weights=next(left) if plan.shift_in_product else absent,
         )
 
 
@@ -223,6 +231,25 @@ class Step:
         """Returns the values that query head `head` attends to, [rows, H]."""
         return self.of_head(self.refs.v, self.plan.kv_head(head))[rows]
 
+    def operands(self, head: int, rows: Any, columns: Any) -> tuple[Array, Array]:
+        """Returns keys and transposed queries of a product of the main loop."""
+        keys, queries = self.keys(head, rows), self.refs.qt[head, :, columns]
+        if not self.plan.shift_in_product:
+            return keys, queries
+        from maxdiffusion.kernels.flash.free_depth import with_ones, with_terms
+
+        return with_ones(keys), with_terms(queries, -self.refs.state.m_next[head, :, columns])
+
+    def rounded(self, p: Array, start: int) -> Array:
+        """Returns weights of keys from `start` on, in the type of the values."""
+        weights = p.astype(self.plan.dtype)
+        if not self.plan.shift_in_product:
+            return weights
+        # Stored here, they are rounded where they are made, and half as many bytes wait for P.V.
+        kept: Ref = self.refs.weights.at[pl.ds(start, len(p)), pl.ds(0, p.shape[1])]
+        kept[...] = weights
+        return kept[...]
+
     def scaled(self, products: Array, head: int, columns: Any) -> Array:
         """Returns scores in units of the exponent; float8 products are still to be scaled."""
         return products * self.refs.q_scale[head, :, columns] if self.plan.fp8 else products
@@ -303,8 +330,6 @@ def _add_masked(
     state.m_next[head, :, columns] = m_next
 
 
-ROWS = 2 * SUBLANES
-"""Rows of a whole register of bfloat16."""
 ADDENDS = 8
 """Exponentials that are added up before their sum is widened: three roundings of 2**-9 at most."""
 
@@ -319,12 +344,12 @@ def bf16_exp(step: Step, products: Array, head: int, columns: Any) -> Weights:
     level = jnp.maximum(shift * inverse(scale), NO_SCORE)
     x = (products - level).astype(dtype) * scale.astype(dtype)
     p = step.power(x)
-    largest = jnp.max(x.reshape(-1, ROWS, x.shape[1]), axis=0).astype(jnp.float32)
+    largest = jnp.max(x.reshape(-1, BF16_SUBLANES, x.shape[1]), axis=0).astype(jnp.float32)
     return Weights(p=p, total=_total(p), largest=fold(largest, jnp.max) + shift)
 
 
 def _total(p: Array) -> Array:
-    addends = p.reshape(-1, ADDENDS, ROWS, p.shape[1])
+    addends = p.reshape(-1, ADDENDS, BF16_SUBLANES, p.shape[1])
     parts = [addends[:, index] for index in range(ADDENDS)]
     while len(parts) > 1:
         parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
@@ -349,11 +374,11 @@ def _add_unmasked(
     exponentials and P.V, since nothing in it waits for a maximum."""
     columns = step.columns(index)
     blocks, padded = step.plan.blocks, round_up(keys, LANES)
-    exponentials = bf16_exp if step.plan.fp8 else _f32_exp
+    exponentials = _exponentials(step.plan)
     sums: list[Array] = []
     for start in range(0, padded, blocks.block_kv_compute):
         rows = pl.ds(start, min(blocks.block_kv_compute, padded - start))
-        scores = step.dot_qk(step.keys(head, rows), step.refs.qt[head, :, columns])
+        scores = step.dot_qk(*step.operands(head, rows, columns))
         end, sure = _ends(step, keys)
         for row in range(0, len(scores), blocks.block_kv_compute_in):
             s = scores[row : row + blocks.block_kv_compute_in]
@@ -361,11 +386,23 @@ def _add_unmasked(
             if start + row + len(s) > sure:
                 s, v = _hide(s, v, end - start - row, max(0, sure - start - row))
             weights = exponentials(step, s, head, columns)
-            part = [step.dot_pv(v, weights.p.astype(step.plan.dtype)), weights.total]
+            part = [step.dot_pv(v, step.rounded(weights.p, start + row)), weights.total]
             if maximum is Maximum.RUNNING:
                 part.append(weights.largest)
             sums = _join(sums, part)
     _commit(step, sums, head, columns, maximum)
+
+
+def _exponentials(plan: KernelPlan) -> Callable[[Step, Array, int, Any], Weights]:
+    if plan.fp8:
+        return bf16_exp
+    return _shifted_exp if plan.shift_in_product else _f32_exp
+
+
+def _shifted_exp(step: Step, x: Array, head: int, columns: Any) -> Weights:
+    """Returns exponentials in float32 of scores that are less the shift already."""
+    p, shift = step.power(x), step.refs.state.m_next[head, :, columns]
+    return Weights(p=p, total=fold(p, jnp.sum), largest=fold(x, jnp.max) + shift)
 
 
 def _f32_exp(step: Step, s: Array, head: int, columns: Any) -> Weights:
@@ -378,7 +415,7 @@ def _ends(step: Step, keys: int) -> tuple[Array | int, int]:
     """Returns where the keys of a tile end, and how many at its start are surely attended."""
     if keys == step.plan.blocks.block_kv:
         return keys, keys
-    if not step.plan.lengths:
+    if not (step.plan.lengths or step.plan.one_form):
         return keys, keys // LANES * LANES
     return step.limit - step.first_key, step.plan.num_unmasked_tail_keys
 

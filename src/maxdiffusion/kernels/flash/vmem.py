@@ -2,10 +2,11 @@
 
 A tile's scores and probabilities do not fit the 64 registers of a core; the others are spilled to
 VMEM. Their number depends on the compiler's scheduler, so it is not derived: these are the fewest
-rules that give, to 5 %, every total that libtpu 0.0.42 reports for some 200 tiles on tpu7x (and a
+rules that give, to 5 %, every total that libtpu 0.0.42 reports for some 160 tiles on tpu7x (and a
 few on v6e, which agree).
 
-    unmasked  nearly all scores that are alive at once, 4 bytes each, less what is used up by then
+    unmasked  the transposed values where the product subtracts the shift; otherwise nearly all
+              scores that are alive at once, 4 bytes each, less what is used up by then
     masked    a table: tiles of 128 to 512 keys and queries are all there are
     start     the scores of the first 128 keys, which give the first shift
 
@@ -65,6 +66,8 @@ MASKED_MIB = {
         (0.54, 1.04, 1.44, 1.71),
     ),
 }
+REGISTER_BYTES = 64 * SUBLANES * LANES * 4
+"""Bytes of the registers of a core. Weights that fit half of them never reach VMEM."""
 FP8_QUERIES = 256
 """Queries whose products in float8 come one by one as fast as their exponentials are made."""
 # float32 matmuls keep the parts that they split their operands into, and widths differ: bytes per
@@ -98,6 +101,10 @@ def _unmasked(plan: KernelPlan) -> float:
     blocks = plan.blocks
     if plan.fp8 and blocks.q_tile <= FP8_QUERIES:
         return 0.0
+    if plan.shift_in_product:
+        # Nothing but the values, transposed; and not even those next to weights in registers.
+        values = blocks.block_kv * plan.shape.head_dim * plan.shape.itemsize
+        return values / MIB if weights_bytes(plan) else 0.0
     turns, rest = divmod(blocks.block_q, blocks.q_tile)
     parts = [_tile(plan, queries) for queries in (blocks.q_tile, rest) if queries]
     if turns > 1:
@@ -161,11 +168,18 @@ def block_bytes(plan: KernelPlan) -> int:
 
 
 def scratch_bytes(plan: KernelPlan) -> int:
-    """Returns the bytes of the scaled queries and of the state, kept once and saved once."""
+    """Returns the bytes of the scaled queries, of the state, kept once and saved once, and of the
+    weights of a tile where they are kept."""
     head_dim = plan.shape.head_dim
     state = 2 * head_dim + 2 * SUBLANES + 3 + plan.fp8
     per_query = plan.product_depth * plan.product_dtype.itemsize + state * 4
-    return plan.blocks.heads_per_tile * plan.blocks.block_q * per_query
+    return plan.blocks.heads_per_tile * plan.blocks.block_q * per_query + weights_bytes(plan)
+
+
+def weights_bytes(plan: KernelPlan) -> int:
+    """Returns the bytes of the weights of a tile that are kept in VMEM (see `free_depth`)."""
+    weights = plan.blocks.block_kv * plan.blocks.q_tile * plan.dtype.itemsize
+    return weights if plan.shift_in_product and weights > REGISTER_BYTES // 2 else 0
 
 
 def vmem_bytes(plan: KernelPlan) -> int:
