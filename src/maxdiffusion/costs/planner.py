@@ -6,7 +6,8 @@ that everything else reaches. The collectives are those that the scheme of a pla
 over the links of the slice.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -124,12 +125,21 @@ def one_round(stated: Collective, mesh: Mesh) -> DeviceCollective:
 
     The share of the rounds that is hidden costs nothing, which is averaged over all rounds.
     """
-    groups = device_groups(mesh, stated.axes)
     size = int(stated.round_bytes * (1 - stated.hidden))
     if stated.kind == "collective-permute":
-        pairs = tuple(_neighbours(groups, wraps=stated.wraps))
+        pairs = tuple(_neighbours(_rings(stated, mesh), wraps=stated.wraps))
         return DeviceCollective(kind=stated.kind, bytes=size, pairs=pairs)
+    groups = device_groups(mesh, stated.axes)
     return DeviceCollective(kind=stated.kind, bytes=size, groups=groups)
+
+
+def _rings(stated: Collective, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """Yields the devices of each ring of a permutation, in the direction in which it turns."""
+    length = math.prod(mesh.shape[axis] for axis in stated.axes)
+    for rings in device_groups(mesh, (*stated.counter, *stated.axes)):
+        for index, start in enumerate(range(0, len(rings), length)):
+            ring = rings[start : start + length]
+            yield ring[::-1] if index % 2 else ring
 
 
 def device_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -142,7 +152,7 @@ def device_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], .
     return tuple(tuple(row) for row in numbers.reshape(-1, size).tolist())
 
 
-def _neighbours(groups: tuple[tuple[int, ...], ...], *, wraps: bool) -> Iterator[tuple[int, int]]:
+def _neighbours(groups: Iterable[tuple[int, ...]], *, wraps: bool) -> Iterator[tuple[int, int]]:
     """Yields (source, target) of a hop: round a ring, or both ways along a line."""
     for group in groups:
         if wraps:
