@@ -15,7 +15,14 @@ from jax import dtypes
 
 from maxdiffusion.attention.problem import LocalProblem
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.kernels.tpu import SEARCHED, BlockSizes, covering, even_block, fitting
+from maxdiffusion.kernels.tpu import (
+    EVEN_TILE,
+    SEARCHED,
+    BlockSizes,
+    covering,
+    even_block,
+    fitting,
+)
 from maxdiffusion.runtime.files import replacing
 
 FORMAT = "maxdiffusion tuned blocks 1"
@@ -197,6 +204,12 @@ TUNED = {
     "tpu7x": _tiles(4608, 8192, 8192, 8192),
     "v6e": _tiles(4608, 8192, 8192, 8192),
 }
+# A block of queries is read, transposed and written once a call, whatever the number of keys. Where
+# a call has few of them, as in rings from four devices on, larger blocks win 1 to 4 % of it
+# (docs/design/kernel_tiles.md).
+FEW_KEYS = 20_480
+LONG_BLOCKS = {"tpu7x": 9728}
+HALF_TILE = EVEN_TILE // 2
 # Products in float8 take half as long, so that the start and the end of a tile weigh twice as much.
 TUNED_FP8 = {"tpu7x": _tiles(4608, 19200, 19200, 19200)}
 KEYS_AT_ONCE = 256
@@ -244,11 +257,23 @@ def tuned_tiles(
         return CAUTIOUS
     keys = even_block(most.block_kv, problem.kv_len, KEYS_AT_ONCE)
     return _tiles(
-        most.block_q,
+        most.block_q if fp8 else _query_block(problem, most.block_q),
         keys,
         fitting(most.block_kv_compute, keys),
         fitting(most.block_kv_compute_in, keys),
     )
+
+
+def _query_block(problem: LocalProblem, usual: int) -> int:
+    """Returns the queries of a block: `usual`, or in short calls few blocks of about equal length.
+
+    Blocks are whole score tiles; a single one may end with half a tile, which takes 0.66 of one.
+    """
+    longest = LONG_BLOCKS.get(problem.chip)
+    if longest is None or problem.kv_len > FEW_KEYS:
+        return usual
+    multiple = HALF_TILE if problem.q_len <= longest else EVEN_TILE
+    return even_block(longest, problem.q_len, multiple)
 
 
 def flash_blocks(
