@@ -40,9 +40,9 @@ class Shares:
 
 # Compiled with WAN 2.2 A14B at 720p for tpu7x; docs/performance.md has the figures. The kernel's
 # share is that of its score tiles, in rings of 2, 4 and 8 (docs/design/overlapped_ulysses.md).
-SHARES = Shares(kernel=0.988, outside=0.815)
+SHARES = Shares(kernel=0.985, outside=0.815)
 # Cycles for each query of a block, once a call: reading, transposing and writing it and its sums.
-QUERY_CYCLES = 0.7
+QUERY_CYCLES = 0.5
 # A shorter tile of queries at the end of a block, as compiled, in whole ones.
 SHORT_TILE = 0.66
 # Attention without a kernel: scores go through HBM.
