@@ -72,3 +72,15 @@ def test_a_ring_sends_before_it_computes_and_not_after_its_last_kernel():
     order = [name for name in order if name in ("ppermute", "pallas_call")]
     turn = ["ppermute", "ppermute", "pallas_call"]
     assert order == turn * (DEGREE - 1) + ["pallas_call"]
+
+
+def test_rings_next_to_each_other_turn_opposite_ways():
+    """The devices of a chip differ along ulysses: each link carries one shard each way."""
+    case = Case(label="4x2", mesh=(1, 1, DEGREE, 2, 1), length=32, heads=2)
+    plan = plan_attention("ulysses_ring_custom", case.problem, mesh_of(case.mesh))
+    up = {(2 * device, 2 * ((device + 1) % DEGREE)) for device in range(DEGREE)}
+    down = {(2 * device + 1, 2 * ((device - 1) % DEGREE) + 1) for device in range(DEGREE)}
+    moved = hops(operations_of(plan, case))
+    assert len(moved) == 2 * (DEGREE - 1)
+    assert all(set(hop) == up | down for hop in moved)
+    assert "both ways round" in plan.describe()

@@ -60,6 +60,16 @@ def test_a_last_block_of_queries_costs_the_tiles_that_it_needs():
     assert use.passes == 37
 
 
+def test_a_shorter_tile_at_the_end_of_a_block_costs_its_own_code():
+    tile = Tile(block_q=9472, block_kv=1024, q_tile=512)
+    use = KernelCalls(pairs=1, calls=1, q_len=9456, kv_len=1024, tile=tile)
+    assert (use.passes, use.short_tiles) == (18.5, 1)
+    figures = dataclasses.replace(PUBLIC, short_tile_bundles=9_000)
+    assert use.cycles(figures) == pytest.approx(18 * 14_104 + 9_000)
+    shorter = dataclasses.replace(use, q_len=2 * 9472 - 256)
+    assert (shorter.passes, shorter.short_tiles) == (18.5 + 18, 1)
+
+
 def test_a_schedule_below_the_bound_is_timed_by_the_mxu():
     below = dataclasses.replace(PUBLIC, main_loop_bundles=12_000)
     assert below.main_loop_cycles == 12_672

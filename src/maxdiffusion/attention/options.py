@@ -15,7 +15,14 @@ from jax import dtypes
 
 from maxdiffusion.attention.problem import LocalProblem
 from maxdiffusion.errors import Problem, ProblemsFound
-from maxdiffusion.kernels.tpu import SEARCHED, BlockSizes, covering, even_block, fitting
+from maxdiffusion.kernels.tpu import (
+    EVEN_TILE,
+    SEARCHED,
+    BlockSizes,
+    covering,
+    even_block,
+    fitting,
+)
 from maxdiffusion.runtime.files import replacing
 
 FORMAT = "maxdiffusion tuned blocks 1"
@@ -191,11 +198,12 @@ def _tiles(block_q: int, block_kv: int, compute: int, inner: int) -> BlockSizes:
 
 
 # Best tiles of our kernel for WAN 2.2 A14B, 720p, 81 frames (75,600 tokens), as compiled by libtpu
-# 0.0.42 without a device: on tpu7x the MXU bound in the main loop and 97 % over the whole call, in
-# 28 MiB of VMEM; on v6e 98.6 % and 97 % in 69 MiB: it has twice the VMEM, so its tiles can start
-# and end less often. Queries are whole tiles of 512; keys are evened out, up to this many.
+# 0.0.42 without a device: on tpu7x the MXU bound in the main loop and 98 % over the whole call; on
+# v6e 98.6 % and 97 %: it has twice the VMEM, so its tiles can start and end less often. A block of
+# queries is read, transposed and written once a call, whatever the number of keys: long blocks win
+# 0.6 to 4 % of a call (docs/design/kernel_tiles.md). Both sizes are evened out, up to these.
 TUNED = {
-    "tpu7x": _tiles(4608, 8192, 8192, 8192),
+    "tpu7x": _tiles(9728, 8192, 8192, 8192),
     "v6e": _tiles(9728, 19200, 19200, 19200),
 }
 # Heads with and without a bound are twice the code: tiles as long would not fit instruction memory.
@@ -203,6 +211,10 @@ TUNED_FIXED_M = {**TUNED, "v6e": _tiles(9728, 8192, 8192, 8192)}
 # Products in float8 take half as long, so that the start and the end of a tile weigh twice as much.
 TUNED_FP8 = {"tpu7x": _tiles(4608, 19200, 19200, 19200)}
 TUNED_BY_KERNEL = {"flash fp8": TUNED_FP8, "flash fixed-m": TUNED_FIXED_M, "flash online": TUNED}
+# Tiles of float32 take twice the VMEM.
+TUNED_FLOAT32 = dict.fromkeys(TUNED, _tiles(4608, 8192, 8192, 8192))
+LONG_BLOCK = 2 * 4608
+HALF_TILE = EVEN_TILE // 2
 KEYS_AT_ONCE = 256
 # Interpreted kernels pay per grid step and per element: one tile of a few hundred is quickest.
 INTERPRETED = _tiles(256, 256, 256, 256)
@@ -241,16 +253,27 @@ def tuned_tiles(problem: LocalProblem, options: AttentionOptions, kernel: str) -
     """Returns the table's blocks of a flash kernel of ours, with blocks of keys evened out."""
     if options.interprets(problem.platform):
         return INTERPRETED
-    most = TUNED_BY_KERNEL[kernel].get(problem.chip)
+    table = TUNED_BY_KERNEL[kernel] if problem.dtype.itemsize == 2 else TUNED_FLOAT32
+    most = table.get(problem.chip)
     if most is None:
         return CAUTIOUS
     keys = even_block(most.block_kv, problem.kv_len, KEYS_AT_ONCE)
     return _tiles(
-        most.block_q,
+        _query_block(most.block_q, problem.q_len),
         keys,
         fitting(most.block_kv_compute, keys),
         fitting(most.block_kv_compute_in, keys),
     )
+
+
+def _query_block(most: int, q_len: int) -> int:
+    """Returns the queries of a block: `most`, or of long blocks few of about equal length.
+
+    Blocks are whole score tiles; a single one may end with half a tile, which takes 0.66 of one.
+    """
+    if most < LONG_BLOCK:
+        return most
+    return even_block(most, q_len, HALF_TILE if q_len <= most else EVEN_TILE)
 
 
 def flash_blocks(problem: LocalProblem, options: AttentionOptions, kernel: str) -> BlockSizes:

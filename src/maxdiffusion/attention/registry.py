@@ -64,10 +64,9 @@ class AttentionOp:
         return self.backend(problem=problem, options=options)
 
 
-_ULYSSES_RING = Ulysses(axes=("ulysses",), inner=Ring(axes=("ring",)))
-_OVERLAPPED_ULYSSES_RING = Ulysses(
-    axes=("ulysses",), inner=Ring(axes=("ring",)), queries=OverlappedQueries()
-)
+_RING = Ring(axes=("ring",), across=("ulysses",))
+_ULYSSES_RING = Ulysses(axes=("ulysses",), inner=_RING)
+_OVERLAPPED_ULYSSES_RING = Ulysses(axes=("ulysses",), inner=_RING, queries=OverlappedQueries())
 
 DOT_PRODUCT = "dot_product"
 ATTENTION_OPS: dict[str, AttentionOp] = {

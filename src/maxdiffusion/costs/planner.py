@@ -1,12 +1,13 @@
 """Chooses the attention of a slice: the best estimate among the names that can run.
 
 An estimate takes no compilation, so that many slices can be scanned. Two shares replace what a
-compiler would find: the share of the MXU bound that attention kernels reach, and the share of peak
-that everything else reaches. The collectives are those that the scheme of a plan states, routed
+compiler would find: the share of the MXU bound that score tiles reach, and the share of peak that
+everything else reaches. The collectives are those that the scheme of a plan states, routed
 over the links of the slice.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -25,6 +26,7 @@ from maxdiffusion.attention.context_parallel.base import Collective
 from maxdiffusion.costs.chips import Chip, Topology
 from maxdiffusion.costs.flops import ForwardFlops
 from maxdiffusion.costs.links import DeviceCollective, Network, network
+from maxdiffusion.costs.step_time import kernel_calls
 from maxdiffusion.mesh import MeshDevice, MeshShape, build_mesh
 
 
@@ -36,8 +38,13 @@ class Shares:
     outside: float
 
 
-# Measured with WAN 2.2 A14B at 720p on tpu7x; docs/performance.md has the figures.
-SHARES = Shares(kernel=0.97, outside=0.815)
+# Compiled with WAN 2.2 A14B at 720p for tpu7x; docs/performance.md has the figures. The kernel's
+# share is that of its score tiles, in rings of 2, 4 and 8 (docs/design/overlapped_ulysses.md).
+SHARES = Shares(kernel=0.985, outside=0.815)
+# Cycles for each query of a block, once a call: reading, transposing and writing it and its sums.
+QUERY_CYCLES = 0.5
+# A shorter tile of queries at the end of a block, as compiled, in whole ones.
+SHORT_TILE = 0.66
 # Attention without a kernel: scores go through HBM.
 DENSE_SHARE = 0.3
 # Speed-up of our kernel with Q.K^T in float8, as compiled for tpu7x.
@@ -94,14 +101,16 @@ def estimate_step(
 
 def kernel_seconds(plan: AttentionPlan, chip: Chip, shares: Shares) -> float:
     """Returns the seconds of one attention's kernel calls, with queries padded to whole tiles."""
-    sizes, tile = plan.local, plan.backend.tile
-    q_len = sizes.q_len if tile is None else -(-sizes.q_len // tile.q_tile) * tile.q_tile
+    sizes, tile, head_dim = plan.local, plan.backend.tile, plan.problem.head_dim
     pairs = sizes.batch * sum(sizes.heads)
-    flops = 4.0 * pairs * q_len * plan.padded_kv_len * plan.problem.head_dim
-    share = DENSE_SHARE if tile is None else shares.kernel
-    if plan.lossy:
-        share *= FP8_SPEED
-    return flops / (chip.flops_at_clock * chip.score_share(plan.problem.head_dim) * share)
+    scores = pairs * plan.padded_kv_len / (chip.flops_at_clock * chip.score_share(head_dim))
+    if tile is None:
+        return scores * 4.0 * head_dim * sizes.q_len / DENSE_SHARE
+    use = kernel_calls(plan)
+    tiles = use.passes + use.short_tiles * (SHORT_TILE - use.short_tile)
+    share = shares.kernel * (FP8_SPEED if plan.lossy else 1.0)
+    ends = pairs * use.calls * use.q_blocks * tile.block_q * QUERY_CYCLES
+    return scores * 4.0 * head_dim * tiles * tile.q_tile / share + chip.seconds(ends)
 
 
 def copied_bytes(plan: AttentionPlan) -> float:
@@ -124,12 +133,21 @@ def one_round(stated: Collective, mesh: Mesh) -> DeviceCollective:
 
     The share of the rounds that is hidden costs nothing, which is averaged over all rounds.
     """
-    groups = device_groups(mesh, stated.axes)
     size = int(stated.round_bytes * (1 - stated.hidden))
     if stated.kind == "collective-permute":
-        pairs = tuple(_neighbours(groups, wraps=stated.wraps))
+        pairs = tuple(_neighbours(_rings(stated, mesh), wraps=stated.wraps))
         return DeviceCollective(kind=stated.kind, bytes=size, pairs=pairs)
+    groups = device_groups(mesh, stated.axes)
     return DeviceCollective(kind=stated.kind, bytes=size, groups=groups)
+
+
+def _rings(stated: Collective, mesh: Mesh) -> Iterator[tuple[int, ...]]:
+    """Yields the devices of each ring of a permutation, in the direction in which it turns."""
+    length = math.prod(mesh.shape[axis] for axis in stated.axes)
+    for rings in device_groups(mesh, (*stated.counter, *stated.axes)):
+        for index, start in enumerate(range(0, len(rings), length)):
+            ring = rings[start : start + length]
+            yield ring[::-1] if index % 2 else ring
 
 
 def device_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -142,7 +160,7 @@ def device_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], .
     return tuple(tuple(row) for row in numbers.reshape(-1, size).tolist())
 
 
-def _neighbours(groups: tuple[tuple[int, ...], ...], *, wraps: bool) -> Iterator[tuple[int, int]]:
+def _neighbours(groups: Iterable[tuple[int, ...]], *, wraps: bool) -> Iterator[tuple[int, int]]:
     """Yields (source, target) of a hop: round a ring, or both ways along a line."""
     for group in groups:
         if wraps:
@@ -157,8 +175,8 @@ def _neighbours(groups: tuple[tuple[int, ...], ...], *, wraps: bool) -> Iterator
 # the first is the program of ulysses_custom, except that ulysses_custom applies that limit.
 CANDIDATES = ("ulysses_ring_custom", "ulysses_ring_custom_bidir")
 
-# Estimates within this ratio are a tie: the model is not more exact.
-TIE = 1.02
+# Estimates within this ratio are a tie, which fewer ring hops decide.
+TIE = 1.005
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,8 +290,7 @@ def describe_blocks(plan: AttentionPlan) -> str:
     tile = plan.backend.tile
     if tile is None:
         return "no blocks"
-    sizes, problem = plan.local, plan.problem
+    sizes, problem, use = plan.local, plan.problem, kernel_calls(plan)
     shards = plan.padded_q_len // sizes.q_len
-    covered = -(-sizes.q_len // tile.q_tile) * tile.q_tile
-    full = problem.q_len / (covered * shards)
+    full = problem.q_len / (use.passes * tile.q_tile * shards)
     return f"blocks of {tile.block_q} queries ({full:.1%} full) x {tile.block_kv} keys"

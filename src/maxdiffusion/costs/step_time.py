@@ -34,6 +34,7 @@ class KernelFigures:
 
     A bundle takes a cycle. `ragged_cycles` are those of a main-loop pass over keys that are masked
     or cut off, `step_bundles` run once a grid step, `q_block_bundles` once a block of queries.
+    `short_tile_bundles` are those of a pass over a shorter tile at the end of a block of queries.
     `code_bundles` is the whole code; 0 if it was not counted.
     """
 
@@ -49,6 +50,7 @@ class KernelFigures:
     vmem_bytes: int
     vmem_limit_bytes: int
     code_bundles: int = 0
+    short_tile_bundles: int = 0
 
     @property
     def instruction_memory(self) -> float:
@@ -103,6 +105,20 @@ class KernelCalls:
         per_block = self.tile.block_q / self.tile.q_tile
         return whole * per_block + min(per_block, -(-rest // self.tile.q_tile))
 
+    @property
+    def short_tile(self) -> float:
+        """Returns the length of the last tile of a block of queries, if shorter, in whole tiles."""
+        return self.tile.block_q % self.tile.q_tile / self.tile.q_tile
+
+    @property
+    def short_tiles(self) -> int:
+        """Returns the blocks of queries of a pair that end with a shorter tile."""
+        if not self.short_tile:
+            return 0
+        whole, rest = divmod(self.q_len, self.tile.block_q)
+        tiles = self.tile.block_q // self.tile.q_tile
+        return whole + (rest > tiles * self.tile.q_tile)
+
     def cycles(self, code: KernelFigures) -> float:
         """Returns the cycles of one attention."""
         whole, rest = divmod(self.kv_len, self.tile.block_kv)
@@ -113,7 +129,11 @@ class KernelCalls:
         every_pass = whole * code.main_loop_cycles + ragged * code.ragged_cycles
         steps = -(-self.kv_len // self.tile.block_kv)
         every_block = steps * code.step_bundles + code.q_block_bundles
-        return self.calls * self.pairs * (self.passes * every_pass + self.q_blocks * every_block)
+        passes = self.passes
+        if code.short_tile_bundles:
+            short = code.short_tile_bundles / code.main_loop_cycles
+            passes += self.short_tiles * (short - self.short_tile)
+        return self.calls * self.pairs * (passes * every_pass + self.q_blocks * every_block)
 
 
 def kernel_plans(attention: BlockAttention) -> dict[str, AttentionPlan]:

@@ -132,9 +132,14 @@ class Forward:
         return self.velocity(lambda tokens, compute: tokens + residual)
 
     def guided(self, velocity: Float[Array, "B_guided F Y X O"]) -> Float[Array, "B F Y X O"]:
-        """Returns the guided velocity of each video."""
+        """Returns the guided velocity of each video.
+
+        Rows of a batch that is sharded over the data axis are gathered first. Else XLA leaves a
+        video on the device of one of them, and sums three float32 latents after the sampler.
+        """
         with jax.named_scope("guidance"):
-            return self.static.guidance.combine(velocity, self.step.guidance_scale)
+            rows = self.static.layout.constrain(velocity)
+            return self.static.guidance.combine(rows, self.step.guidance_scale)
 
 
 Kept = Any

@@ -123,6 +123,7 @@ def figures(code: KernelCode, chip: Chip, *, purpose: str, vmem: tuple[int, int]
         vmem_bytes=vmem[0],
         vmem_limit_bytes=vmem[1],
         code_bundles=code.bundles,
+        short_tile_bundles=code.short_tile,
     )
 
 

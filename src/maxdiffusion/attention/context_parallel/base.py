@@ -63,6 +63,7 @@ class Collective:
     overlap      kernel calls (of the same pass) that run during a round
     hidden       share of the rounds that other work hides completely
     wraps        whether a permutation closes to a ring; otherwise it sends both ways along a line
+    counter      axes along which every other ring of a permutation turns the other way round
     """
 
     kind: CollectiveKind
@@ -74,6 +75,7 @@ class Collective:
     overlap: float = 0.0
     hidden: float = 0.0
     wraps: bool = True
+    counter: tuple[str, ...] = ()
 
 
 class Partitioning(enum.Enum):

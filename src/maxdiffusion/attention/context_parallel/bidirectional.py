@@ -35,6 +35,7 @@ from maxdiffusion.attention.context_parallel.base import (
 )
 from maxdiffusion.attention.context_parallel.ring import (
     RingReducer,
+    Rotation,
     Steps,
     ppermute_columns,
     reduction_collectives,
@@ -118,7 +119,8 @@ class BidirectionalRing(SplitKV, KernelScheme):
     ) -> Gradients:
         """Returns the gradients of this device's queries and keys; the queries rotate."""
         here = kv_mask.shard(jax.lax.axis_index(self.axes), self.degree)
-        return rotating_gradients(groups, k, v, here, backend, self.axes, self.folded_ring)
+        rotation = Rotation(axes=self.axes, steps=self.folded_ring, degree=self.degree)
+        return rotating_gradients(groups, k, v, here, backend, rotation)
 
     @property
     def folded_ring(self) -> Steps:

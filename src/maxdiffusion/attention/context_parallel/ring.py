@@ -12,7 +12,7 @@ kernel takes 2.5 times as long as a forward one (5 products for 2), a hop 2 time
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import jax
@@ -23,6 +23,7 @@ from maxdiffusion.attention.backends import AnyBackend, Reducer
 from maxdiffusion.attention.backends.base import Keys, PreparedKeys, Queries
 from maxdiffusion.attention.context_parallel.base import (
     Collective,
+    ContextParallel,
     Gradients,
     KernelScheme,
     Mask,
@@ -32,10 +33,13 @@ from maxdiffusion.attention.context_parallel.base import (
     SplitKV,
     local_gradients,
 )
+from maxdiffusion.attention.options import AttentionOptions
 from maxdiffusion.attention.problem import (
+    AttentionProblem,
     KVMask,
     LocalKVMask,
     LocalProblem,
+    axes_size,
 )
 from maxdiffusion.runtime.timing import COLLECTIVE_SCOPE
 
@@ -96,10 +100,39 @@ class RingReducer(Reducer):
         return largest
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rotation:
+    """One hop of rings of `degree` devices: every device sends along `steps` over `axes`."""
+
+    axes: tuple[str, ...]
+    steps: Steps
+    degree: int
+
+    def send(self, x: Shaped[Array, "B T N H"]) -> Shaped[Array, "B T N H"]:
+        """Returns the `x` that arrives."""
+        return ppermute_columns(x, self.axes, self.steps)
+
+
 @final
 @dataclass(frozen=True, kw_only=True)
 class Ring(SplitKV, KernelScheme):
-    """Sends k and v over `degree` - 1 hops; each is issued before the kernel that can hide it."""
+    """Sends k and v over `degree` - 1 hops; each is issued before the kernel that can hide it.
+
+    Along `across` there are `num_rings` rings next to each other, such as those of the two devices
+    of each tpu7x chip, which share the links between chips. Every other one turns the other way
+    round: a link then carries one shard each way in a hop, in place of two the same way.
+    """
+
+    across: tuple[str, ...] = ()
+    num_rings: int = 1
+
+    def for_mesh(self, problem: AttentionProblem, options: AttentionOptions) -> ContextParallel:
+        """Returns this scheme with its degrees; to two devices both ways round are the same."""
+        scheme = super().for_mesh(problem, options)
+        if not isinstance(scheme, Ring):
+            return scheme
+        rings = axes_size(problem.mesh, self.across) if scheme.degree > 2 else 1
+        return replace(scheme, across=self.across if rings > 1 else (), num_rings=rings)
 
     def run(
         self,
@@ -146,29 +179,37 @@ class Ring(SplitKV, KernelScheme):
     ) -> Gradients:
         """Returns the gradients of this device's queries and keys; the queries rotate."""
         here = kv_mask.shard(self.source(0), self.degree)
-        return rotating_gradients(groups, k, v, here, backend, self.axes, self.steps)
+        return rotating_gradients(groups, k, v, here, backend, self.rotation)
 
     def shards(
         self, k: PreparedKeys, v: Keys, kv_mask: KVMask
     ) -> Iterator[tuple[PreparedKeys, Keys, LocalKVMask]]:
         """Yields k, v and their mask for every hop; the next hop is issued before the yield."""
+        rotation = self.rotation
         for hop in range(self.degree):
-            following = self.rotate(k, v) if hop < self.degree - 1 else (k, v)
+            last = hop == self.degree - 1
+            following = (k, v) if last else (rotation.send(k), rotation.send(v))
             yield k, v, kv_mask.shard(self.source(hop), self.degree)
             k, v = following
 
     def source(self, hop: int) -> Int[Array, ""]:
         """Returns the device whose keys are here after `hop` hops."""
-        return (jax.lax.axis_index(self.axes) - hop) % self.degree
-
-    def rotate(self, *arrays: Array) -> tuple[Array, ...]:
-        """Returns each array of the previous device of the ring."""
-        return tuple(ppermute_columns(array, self.axes, self.steps) for array in arrays)
+        here = jax.lax.axis_index(self.axes)
+        if self.num_rings == 1:
+            return (here - hop) % self.degree
+        backwards = jax.lax.axis_index(self.across) % 2 == 1
+        return jnp.where(backwards, here + hop, here - hop) % self.degree
 
     @property
-    def steps(self) -> Steps:
-        """Source and target of each device's hop."""
-        return [(device, (device + 1) % self.degree) for device in range(self.degree)]
+    def rotation(self) -> Rotation:
+        """The hop of every device, along all rings."""
+        rings = self.num_rings
+        steps = [
+            (device * rings + ring, (device + (-1) ** ring) % self.degree * rings + ring)
+            for device in range(self.degree)
+            for ring in range(rings)
+        ]
+        return Rotation(axes=(*self.axes, *self.across), steps=steps, degree=self.degree)
 
     def local_problem(self, shard: LocalProblem) -> LocalProblem:
         """Returns the shard itself: local queries against the keys of one device."""
@@ -187,16 +228,19 @@ class Ring(SplitKV, KernelScheme):
             rounds=hops,
             round_bytes=2 * shard.kv_bytes,
             overlap=1.0,
+            counter=self.across,
         )
         return (rotation, *reduction_collectives(self.axes, self.degree, shard, reductions))
 
     def backward_collectives(self, shard: LocalProblem) -> tuple[Collective, ...]:
         """Returns the hops of queries and of their gradients."""
-        return rotation_collectives(self.axes, self.degree, shard)
+        return rotation_collectives(self.axes, self.degree, shard, counter=self.across)
 
     def title(self) -> str:
         """Returns what is sent, in a few words."""
-        return f"k, v rotate over {'x'.join(self.axes)}={self.degree}, {self.degree - 1} hops"
+        ways = ", both ways round" if self.across else ""
+        hops = f"{self.degree - 1} hops{ways}"
+        return f"k, v rotate over {'x'.join(self.axes)}={self.degree}, {hops}"
 
 
 def rotating_gradients(
@@ -205,10 +249,9 @@ def rotating_gradients(
     v: Keys,
     mask: LocalKVMask,
     backend: AnyBackend,
-    axes: tuple[str, ...],
-    steps: Steps,
+    rotation: Rotation,
 ) -> Gradients:
-    """Returns the gradients where queries make a round trip along `steps`, and keys stay.
+    """Returns the gradients where queries make a round trip of `rotation`, and keys stay.
 
     The next queries are sent before the kernels run. The gradient of the own queries stays here;
     those of others travel with them, and the last hop takes them home.
@@ -218,34 +261,39 @@ def rotating_gradients(
     d_v: Any = 0.0
     home: list[Any] = [0.0] * len(groups)
     order = range(len(groups))
-    for hop in range(len(steps)):
-        last = hop == len(steps) - 1
-        following = [] if last else [send_queries(group, axes, steps) for group in groups]
+    for hop in range(rotation.degree):
+        last = hop == rotation.degree - 1
+        following = [] if last else [send_queries(group, rotation) for group in groups]
         for index in reversed(order) if last else order:
             (d_q,), more_k, more_v = local_gradients([groups[index]], k, v, mask, backend)
             d_k, d_v = d_k + more_k, d_v + more_v
             if hop == 0:
                 own.append(d_q)
             else:
-                home[index] = ppermute_columns(home[index] + d_q, axes, steps)
+                home[index] = rotation.send(home[index] + d_q)
         groups = following
     return [here + arrived for here, arrived in zip(own, home, strict=True)], d_k, d_v
 
 
-def send_queries(group: OutputGradient, axes: tuple[str, ...], steps: Steps) -> OutputGradient:
-    """Returns the queries that arrive when every device sends its own along `steps`.
+def send_queries(group: OutputGradient, rotation: Rotation) -> OutputGradient:
+    """Returns the queries that arrive when every device sends its own.
 
     Both sums go as one array with tokens last: a tile of a few heads would be padded.
     """
-    q, d_out = (ppermute_columns(part, axes, steps) for part in (group.q, group.d_out))
+    q, d_out = rotation.send(group.q), rotation.send(group.d_out)
     with jax.named_scope(COLLECTIVE_SCOPE):
         sums = jnp.stack([group.log_sum, group.delta]).transpose(0, 1, 3, 2)
-        arrived = jax.lax.ppermute(sums, axes, steps).transpose(0, 1, 3, 2)
+        arrived = jax.lax.ppermute(sums, rotation.axes, rotation.steps).transpose(0, 1, 3, 2)
     return OutputGradient(q, d_out, arrived[0], arrived[1])
 
 
 def rotation_collectives(
-    axes: tuple[str, ...], degree: int, shard: LocalProblem, *, wraps: bool = True
+    axes: tuple[str, ...],
+    degree: int,
+    shard: LocalProblem,
+    *,
+    wraps: bool = True,
+    counter: tuple[str, ...] = (),
 ) -> tuple[Collective, ...]:
     """Returns the hops of queries and of their gradients in a backward pass.
 
@@ -266,6 +314,7 @@ def rotation_collectives(
             round_bytes=queries,
             overlap=1.0,
             wraps=wraps,
+            counter=counter,
         ),
         Collective(
             kind="collective-permute",
@@ -276,5 +325,6 @@ def rotation_collectives(
             round_bytes=gradient,
             overlap=(hops - 1) / hops,
             wraps=wraps,
+            counter=counter,
         ),
     )

@@ -140,16 +140,19 @@ def _in_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
 
 
 def _out_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
-    out, shift, total = _sums_specs(plan)
+    sums = _sums_specs(plan)
     if plan.partials:
-        return [out, shift, total]
-    return [out, total] if plan.log_sum else [out]
+        return sums
+    return [_q_spec(plan), sums[-1]] if plan.log_sum else [_q_spec(plan)]
 
 
 def _sums_specs(plan: KernelPlan) -> list[pl.BlockSpec]:
-    block = (None, plan.blocks.heads_per_tile, 1, plan.blocks.block_q)
-    per_query = pl.BlockSpec(block, lambda b, n, i, j, *_: (b, n, 0, i))
-    return [_q_spec(plan), per_query, per_query]
+    """Returns the blocks of o, m and l, which calls pass on to each other as they keep them."""
+    heads, queries = plan.blocks.heads_per_tile, plan.blocks.block_q
+    return [
+        pl.BlockSpec((None, heads, rows, queries), lambda b, n, i, j, *_: (b, n, 0, i))
+        for rows in (plan.shape.head_dim, 1, 1)
+    ]
 
 
 def _aliases(plan: KernelPlan, inputs: KernelInputs) -> dict[int, int]:
@@ -163,11 +166,17 @@ def _aliases(plan: KernelPlan, inputs: KernelInputs) -> dict[int, int]:
 def _out_shapes(plan: KernelPlan, inputs: KernelInputs) -> list[jax.ShapeDtypeStruct]:
     # Under shard_map the result varies over the mesh axes that the queries vary over.
     varies = jax.typeof(inputs.q).manual_axis_type
-    dtype = jnp.float32 if plan.partials else plan.dtype
-    shapes = [jax.ShapeDtypeStruct(inputs.q.shape, dtype, manual_axis_type=varies)]
-    per_query = (plan.shape.batch, plan.shape.heads, 1, plan.shape.q_len)
-    rows = 2 if plan.partials else int(plan.log_sum)
-    return shapes + [jax.ShapeDtypeStruct(per_query, jnp.float32, manual_axis_type=varies)] * rows
+    shape = plan.shape
+    o, total = (
+        jax.ShapeDtypeStruct(
+            (shape.batch, shape.heads, rows, shape.q_len), jnp.float32, manual_axis_type=varies
+        )
+        for rows in (shape.head_dim, 1)
+    )
+    if plan.partials:
+        return [o, total, total]
+    out = jax.ShapeDtypeStruct(inputs.q.shape, plan.dtype, manual_axis_type=varies)
+    return [out, total] if plan.log_sum else [out]
 
 
 def _scratch(plan: KernelPlan) -> list[Any]:
@@ -248,7 +257,7 @@ def kernel_inputs(
     sums = None
     if before is not None:
         m, l = (x.transpose(0, 2, 1)[:, :, None] for x in (before.m, before.l))  # noqa: E741
-        sums = (to_kernel(plan, before.o), m, l)
+        sums = (before.o.transpose(0, 2, 3, 1), m, l)
     return KernelInputs(limits, full, key_norm, fixed, key_scale, q, k, v, mask, sums)
 
 
@@ -428,7 +437,7 @@ def flash_attention_partials(
     inputs = kernel_inputs(plan, (q, k, v), kv_len, kv_mask, bounds, before, key_scale)
     o, m, l = pallas_call(plan, inputs)(*inputs.scalars, *inputs.blocks)  # noqa: E741
     m, l = (x[:, :, 0].transpose(0, 2, 1) for x in (m, l))  # noqa: E741
-    return Partials(o=from_kernel(plan, o), m=m, l=l)
+    return Partials(o=o.transpose(0, 3, 1, 2), m=m, l=l)
 
 
 def _refuse_stray_bounds(options: FlashOptions, bounds: FixedMBounds | None) -> None:

@@ -113,7 +113,7 @@ def _carried(step: Step, head: int) -> Array:
     """Takes over o and l of earlier keys; returns the shift that they are relative to."""
     plan, state, before = step.plan, step.refs.state, step.refs.before
     assert before is not None
-    o, m, l = step.of_head(before.o, head)[...].T, before.m[head], before.l[head]  # noqa: E741
+    o, m, l = before.o[head], before.m[head], before.l[head]  # noqa: E741
     if plan.shape.q_len % plan.blocks.block_q:
         # Past the array the bits are arbitrary; they must not reach the maximum over all queries.
         query = lax.broadcasted_iota(jnp.int32, m.shape, 1)
@@ -190,14 +190,15 @@ def _finish(step: Step) -> None:
 
 def _write(step: Step, head: int) -> None:
     """Writes the output, or the unnormalised sums, of this block of queries."""
-    state, out = step.refs.state, step.of_head(step.refs.out, head)
+    state, out = step.refs.state, step.refs.out
     l = jnp.sum(state.l[head], axis=0, keepdims=True)  # noqa: E741
     if step.plan.partials:
-        out[...] = state.o[head].T
+        out[head] = state.o[head]
         step.refs.out_m[head] = state.m_acc[head]
         step.refs.out_l[head] = l
         return
     if step.plan.log_sum:
         per_nat = step.plan.options.exponent.per_nat
         step.refs.out_l[head] = state.m_acc[head] * (1.0 / per_nat) + jnp.log(l)
-    out[...] = (state.o[head] * jnp.where(l > 0, 1.0 / l, 0.0)).T.astype(step.plan.dtype)
+    rows = (state.o[head] * jnp.where(l > 0, 1.0 / l, 0.0)).T.astype(step.plan.dtype)
+    step.of_head(out, head)[...] = rows

@@ -70,9 +70,9 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """Partials of one block of queries, in the layout of HBM."""
+    """Partials of one block of queries, with queries in lanes as in `State`."""
 
-    o: Ref  # [rows, heads * H], or by head
+    o: Ref  # [heads, H, rows]
     m: Ref  # [heads, 1, rows]
     l: Ref  # noqa: E741  # [heads, 1, rows]
 

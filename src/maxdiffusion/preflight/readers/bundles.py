@@ -87,12 +87,31 @@ class KernelCode:
     @property
     def every_q_block(self) -> int:
         """Returns the bundles that run once per block of queries: loading q, storing results."""
-        most = self.main_loop.matmuls
+        most, tiles = self.main_loop.matmuls, self._short_tiles()
         return sum(
             region.bundles
             for region in self.regions
-            if region.vector_operations and region.matmuls < most and region.depth <= GRID_DEPTH
+            if region.vector_operations
+            and region.matmuls < most
+            and region.depth <= GRID_DEPTH
+            and region not in tiles
         )
+
+    @property
+    def short_tile(self) -> int:
+        """Returns the bundles of a shorter tile at the end of a block of queries; 0 without one."""
+        return max((region.bundles for region in self._short_tiles()), default=0)
+
+    def _short_tiles(self) -> list[Region]:
+        """Returns the regions with 1/2 or 1/4 of the products of a loop, which are in no loop."""
+        loops = {region.matmuls for region in self.regions if region.depth > GRID_DEPTH}
+        return [
+            region
+            for region in self.regions
+            if region.depth <= GRID_DEPTH
+            and region.matmuls
+            and {2 * region.matmuls, 4 * region.matmuls} & loops
+        ]
 
     def ragged_cycles(self, chip: Chip) -> int:
         """Returns the cycles of a ragged last block, per main-loop pass worth of products.
