@@ -8,6 +8,7 @@ block of rows is read once, its moments are computed in VMEM, and the modulated 
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def _cost(x: Array) -> pl.CostEstimate:
     )
 
 
-def _modulate(eps: float, x: Array, gain: Array, offset: Array, out: Array) -> None:
+def _modulate(eps: float, x: Any, gain: Any, offset: Any, out: Any) -> None:
     """Works on one block of rows, some rows at a time."""
     rows, features = x.shape
     parts = [slice(at, at + LANES_AT_ONCE) for at in range(0, features, LANES_AT_ONCE)]
