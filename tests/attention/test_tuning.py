@@ -41,11 +41,13 @@ def flash(problem: LocalProblem, **sizes) -> FlashBackend:
 @pytest.mark.parametrize(
     ("backend", "block_q", "block_kv"),
     [
-        (flash(local()), 4608, 7680),
-        (flash(local(ring=1, q_len=75648)), 4608, 7680),
+        (flash(local()), 9728, 7680),
+        (flash(local(ring=1, q_len=75648)), 9728, 7680),
         (flash(local(ring=16, q_len=4728)), 4608, 4736),
+        (flash(local(q_len=9456)), 4608, 4864),
+        (flash(local(ring=4)), 4608, 7680),
         (flash(local(q_len=1000)), 1024, 1024),
-        (replace(flash(local(ring=1, q_len=75648)), softmax=Softmax.FIXED_M), 4608, 7680),
+        (replace(flash(local(ring=1, q_len=75648)), softmax=Softmax.FIXED_M), 9728, 7680),
         (flash(local(kind="TPU v6 lite", ring=1)), 4608, 7680),
         (flash(local(kind="TPU v9", q_len=8192)), 1024, 1024),
     ],

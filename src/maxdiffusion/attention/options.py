@@ -197,6 +197,11 @@ TUNED = {
     "tpu7x": _tiles(4608, 8192, 8192, 8192),
     "v6e": _tiles(4608, 8192, 8192, 8192),
 }
+# Queries of a block where there are as many, in bfloat16: 18,904 are two blocks, not five, which
+# start and end 0.8 % of the call less often, in 48 MiB. Calls between the first and the last hop of
+# a longer ring hold sums that come and sums that go, and have the smaller block.
+TUNED_LONG_QUERIES = {"tpu7x": 9728}
+LONG_QUERIES_RING = 2
 # Products in float8 take half as long, so that the start and the end of a tile weigh twice as much.
 TUNED_FP8 = {"tpu7x": _tiles(4608, 19200, 19200, 19200)}
 KEYS_AT_ONCE = 256
@@ -244,11 +249,18 @@ def tuned_tiles(
         return CAUTIOUS
     keys = even_block(most.block_kv, problem.kv_len, KEYS_AT_ONCE)
     return _tiles(
-        most.block_q,
+        most.block_q if fp8 else _query_block(most.block_q, problem),
         keys,
         fitting(most.block_kv_compute, keys),
         fitting(most.block_kv_compute_in, keys),
     )
+
+
+def _query_block(block_q: int, problem: LocalProblem) -> int:
+    """Returns the long block of queries where it is known to be quicker."""
+    long = TUNED_LONG_QUERIES.get(problem.chip, block_q)
+    short_ring = problem.num_kv_shards <= LONG_QUERIES_RING
+    return long if short_ring and long <= problem.q_len and problem.dtype.itemsize == 2 else block_q
 
 
 def flash_blocks(
