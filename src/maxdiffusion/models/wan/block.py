@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from maxdiffusion.attention import Attention, AttentionPlan, BlockAttention
+from maxdiffusion.attention.context_parallel.base import ScatteredHeads
 from maxdiffusion.attention.plan import merge_heads, split_heads
 from maxdiffusion.kernels.qk_prep import ProjectedHeads, rotate
 from maxdiffusion.mesh import ActivationLayout
@@ -145,15 +146,36 @@ class SelfAttention(Projections):
         attention: AttentionPlan,
         layout: ActivationLayout,
     ) -> Float[Array, "B S D"]:
-        q, k, v = self.project(x, layout)
         if attention.fused:
-            out = attention.attend_projected(
-                pending(q, self.norm_q, step), pending(k, self.norm_k, step), pending(v)
-            )
+            parts = self.project_in_order(x, step, attention=attention, layout=layout)
+            out = attention.attend_projected(*parts)
         else:
-            q, k, v = self.heads(q, k, v, step)
+            q, k, v = self.heads(*self.project(x, layout), step)
             out = merge_heads(attention(q, k, v))
         return self.output(constrain_heads(out, layout))
+
+    def project_in_order(
+        self,
+        x: Float[Array, "B S D"],
+        step: StepContext,
+        *,
+        attention: AttentionPlan,
+        layout: ActivationLayout,
+    ) -> tuple[ProjectedHeads, ScatteredHeads, ScatteredHeads]:
+        """Returns queries, keys and values of x, with the products of k, v and q in this order.
+
+        The collective of k then runs under the product of v, and that of v under the product of q:
+        XLA starts one early only if all that may run under it is needed by what needs its result.
+        """
+        k = constrain_heads(self.keys(x), layout)
+        keys = attention.scatter_keys(pending(k, self.norm_k, step))
+        x, keys = jax.lax.optimization_barrier((x, keys))
+        values = attention.scatter_values(pending(constrain_heads(self.values(x), layout)))
+        keys = attention.send_keys(keys)
+        x, keys, values = jax.lax.optimization_barrier((x, keys, values))
+        q = constrain_heads(self.queries(x), layout)
+        values = attention.send_keys(values)
+        return pending(q, self.norm_q, step), keys, values
 
     def project(
         self, x: Float[Array, "B S D"], layout: ActivationLayout
@@ -207,7 +229,8 @@ class CrossAttention(Projections):
         out = None
         for k, v, plan in self.sources(text, attention):
             if plan.fused:
-                keys, values = pending(merge_heads(k)), pending(merge_heads(v))
+                keys = plan.send_keys(plan.scatter_keys(pending(merge_heads(k))))
+                values = plan.send_keys(plan.scatter_values(pending(merge_heads(v))))
                 part = plan.attend_projected(pending(q, self.norm_q), keys, values)
             else:
                 part = merge_heads(plan(split_heads(self.norm_q(q), self.head_dim), k, v))
