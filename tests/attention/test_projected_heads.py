@@ -45,13 +45,19 @@ def problem(keys=LENGTH):
     return AttentionProblem(batch=2, q_len=LENGTH, kv_len=keys, **sizes)
 
 
+def projected(plan, q, *keys_values):
+    return plan.attend_projected(
+        q, *(plan.send_keys(plan.scatter_keys(part)) for part in keys_values)
+    )
+
+
 def attended(plan, *parts):
     arrays, tree = jax.tree.flatten(parts)
 
     def attend(*arrays):
         parts = jax.tree.unflatten(tree, arrays)
         if plan.fused:
-            return plan.attend_projected(*parts)
+            return projected(plan, *parts)
         return merge_heads(plan(*(heads_of(part, WIDTH) for part in parts)))
 
     with jax.set_mesh(plan.mesh):
@@ -69,7 +75,7 @@ def gradients(plan, *parts):
     def loss(*arrays):
         parts = jax.tree.unflatten(tree, arrays)
         if plan.fused:
-            return jnp.sum(plan.attend_projected(*parts) * weights)
+            return jnp.sum(projected(plan, *parts) * weights)
         return jnp.sum(merge_heads(plan(*(heads_of(part, WIDTH) for part in parts))) * weights)
 
     with jax.set_mesh(plan.mesh):

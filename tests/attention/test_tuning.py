@@ -41,14 +41,14 @@ def flash(problem: LocalProblem, **sizes) -> FlashBackend:
 @pytest.mark.parametrize(
     ("backend", "block_q", "block_kv"),
     [
-        (flash(local()), 4608, 7680),
-        (flash(local(ring=1, q_len=75648)), 4608, 7680),
+        (flash(local()), 9728, 7680),
+        (flash(local(ring=1, q_len=75648)), 9728, 7680),
         (flash(local(ring=4, q_len=18912)), 9728, 6400),
         (flash(local(ring=8, q_len=9456)), 9472, 4864),
         (flash(local(ring=16, q_len=4728)), 4736, 4736),
-        (flash(local(kind="TPU v6 lite", ring=4, q_len=18912)), 4608, 6400),
+        (flash(local(kind="TPU v6 lite", ring=4, q_len=18912)), 9728, 18944),
         (flash(local(q_len=1000)), 1024, 1024),
-        (replace(flash(local(ring=1, q_len=75648)), softmax=Softmax.FIXED_M), 4608, 7680),
+        (replace(flash(local(ring=1, q_len=75648)), softmax=Softmax.FIXED_M), 9728, 7680),
         (flash(local(kind="TPU v6 lite", ring=1)), 9728, 18944),
         (replace(flash(local(kind="TPU v6 lite")), softmax=Softmax.FIXED_M), 9728, 7680),
         (flash(local(kind="TPU v9", q_len=8192)), 1024, 1024),

@@ -60,14 +60,14 @@ def choose(task, *, data, context):
 
 # Slice and context -> name, ulysses, ring, queries and keys of a block.
 PINNED = {
-    ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2, 4608, 7680),
+    ("tpu7x:2x2x1", 4): ("ulysses_ring_custom", 2, 2, 9728, 7680),
     ("tpu7x:2x2x2", 8): ("ulysses_ring_custom", 2, 4, 9728, 6400),
     ("tpu7x:2x2x4", 16): ("ulysses_ring_custom", 2, 8, 9472, 4864),
     ("tpu7x:2x4x4", 32): ("ulysses_ring_custom", 8, 4, 9728, 6400),
-    ("v6e:2x4", 4): ("ulysses_ring_custom", 1, 4, 9728, 18944),
-    ("v6e:4x4", 8): ("ulysses_ring_custom", 2, 4, 9728, 18944),
+    ("v6e:2x4", 4): ("ulysses_ring_custom", 2, 2, 9728, 18944),
+    ("v6e:4x4", 8): ("ulysses_ring_custom", 1, 8, 9472, 9472),
     ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 9728, 18944),
-    ("v6e:8x8", 32): ("ulysses_ring_custom", 4, 8, 9728, 18944),
+    ("v6e:8x8", 32): ("ulysses_ring_custom", 4, 8, 9472, 9472),
 }
 
 
@@ -173,6 +173,6 @@ def test_float8_is_estimated_by_what_it_compiles_to():
 def test_the_explanation_names_the_runner_up():
     words = explain(choices(task("tpu7x:2x2x1"), data=2, context=4))
     assert words.startswith("attention auto: ulysses_ring_custom with ulysses 2 x ring 2 and ")
-    assert "blocks of 4608 queries (99.8% full) x 7680 keys: 2." in words
+    assert "blocks of 9728 queries (99.8% full) x 7680 keys: 2." in words
     assert "Next is ulysses_" in words
     assert "ulysses 1 x ring 4 and blocks of 9728" in words

@@ -6,7 +6,7 @@
 import difflib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from maxdiffusion.attention.backends import AnyBackend, Precision, Softmax
 from maxdiffusion.attention.backends.base import count_fixed_m_eligible_heads
 from maxdiffusion.attention.context_parallel import Collective, ContextParallel, Partitioning
+from maxdiffusion.attention.context_parallel.base import ScatteredHeads
 from maxdiffusion.attention.options import AttentionOptions
 from maxdiffusion.attention.problem import (
     AttentionProblem,
@@ -34,7 +35,9 @@ from maxdiffusion.attention.registry import (
 )
 from maxdiffusion.errors import Collector, Problem
 from maxdiffusion.kernels.qk_prep import (
+    HeadLayout,
     ProjectedHeads,
+    QKVLayout,
     gather_heads,
     qk_norm_rope_scatter,
 )
@@ -62,10 +65,22 @@ class Attention(ABC):
     ) -> Float[Array, "B S N H"]:
         """Returns softmax(q k^T / sqrt(H)) v over the keys where `kv_mask` is True."""
 
+    def scatter_keys(self, part: ProjectedHeads) -> ScatteredHeads:
+        """Returns projected keys with norm and RoPE, in the layout of `send_keys`."""
+        raise NotImplementedError("only a fused attention takes projections")
+
+    def scatter_values(self, part: ProjectedHeads) -> ScatteredHeads:
+        """Returns projected values in the layout of `send_keys`."""
+        raise NotImplementedError("only a fused attention takes projections")
+
+    def send_keys(self, scattered: ScatteredHeads) -> ScatteredHeads:
+        """Returns scattered keys or values on the devices that attend to them."""
+        raise NotImplementedError("only a fused attention takes projections")
+
     def attend_projected(
-        self, q: ProjectedHeads, k: ProjectedHeads, v: ProjectedHeads
+        self, q: ProjectedHeads, k: ScatteredHeads, v: ScatteredHeads
     ) -> Float[Array, "B S D"]:
-        """Returns the attention of projections whose qk-norm and RoPE are pending."""
+        """Returns the attention of queries with norm and RoPE pending to keys that were sent."""
         raise NotImplementedError("only a fused attention takes projections")
 
     @abstractmethod
@@ -176,41 +191,82 @@ class AttentionPlan(Attention):
         kv_mask = self._kv_mask(mask)
         return merge_heads(self.scheme.attend(q, k, v, kv_mask=kv_mask, backend=self.backend))
 
+    def scatter_keys(self, part: ProjectedHeads) -> ScatteredHeads:
+        """Returns projected keys with norm and RoPE, in the layout of `send_keys`."""
+        return self._scatter_named(part, K_NAME)
+
+    def scatter_values(self, part: ProjectedHeads) -> ScatteredHeads:
+        """Returns projected values in the layout of `send_keys`."""
+        return self._scatter_named(part, V_NAME)
+
+    def _scatter_named(self, part: ProjectedHeads, name: str) -> ScatteredHeads:
+        part = replace(part, values=checkpoint_name(part.values, name))
+        arrays, tree = jax.tree.flatten(part)
+        spec = self.problem.kv_spec
+        local = functools.partial(self._scatter_keys_shard, tree)
+        specs = tuple(pending_specs(part, spec))
+        scattered: ScatteredHeads = self._shard_map(local, specs, columns_spec(spec))(*arrays)
+        return scattered
+
+    def _scatter_keys_shard(self, tree: jax.tree_util.PyTreeDef, *arrays: Array) -> ScatteredHeads:
+        part = jax.tree.unflatten(tree, arrays)
+        return [*self._scattered(part, self._layout(part).keys)]
+
+    def send_keys(self, scattered: ScatteredHeads) -> ScatteredHeads:
+        """Returns scattered keys or values on the devices that attend to them."""
+        spec = columns_spec(self.problem.kv_spec)
+        sent: ScatteredHeads = self._shard_map(self.scheme.send_keys, (spec,), spec)(scattered)
+        return sent
+
     def attend_projected(
-        self, q: ProjectedHeads, k: ProjectedHeads, v: ProjectedHeads
+        self, q: ProjectedHeads, k: ScatteredHeads, v: ScatteredHeads
     ) -> Float[Array, "B S D"]:
-        """Returns the attention of padded projections whose qk-norm and RoPE are pending."""
-        q, k, v = (
-            replace(part, values=checkpoint_name(part.values, name))
-            for part, name in ((q, Q_NAME), (k, K_NAME), (v, V_NAME))
-        )
-        arrays, tree = jax.tree.flatten((q, k, v))
-        specs = (
-            *pending_specs(q, self.problem.q_spec),
-            *pending_specs(k, self.problem.kv_spec),
-            *pending_specs(v, self.problem.kv_spec),
-        )
+        """Returns the attention of queries with norm and RoPE pending to keys that were sent."""
+        q = replace(q, values=checkpoint_name(q.values, Q_NAME))
+        arrays, tree = jax.tree.flatten(q)
+        keys = columns_spec(self.problem.kv_spec)
+        specs = (keys, keys, *pending_specs(q, self.problem.q_spec))
         local = functools.partial(self._attend_projected_shard, tree)
-        named: Array = checkpoint_name(self._shard_map(local, specs)(*arrays), OUT_NAME)
+        named: Array = checkpoint_name(self._shard_map(local, specs)(k, v, *arrays), OUT_NAME)
         return named
 
     def _attend_projected_shard(
-        self, tree: jax.tree_util.PyTreeDef, *arrays: Array
+        self, tree: jax.tree_util.PyTreeDef, k: ScatteredHeads, v: ScatteredHeads, *arrays: Array
     ) -> Float[Array, "B S _"]:
         """Returns the attention of the projections of one device, in a few passes over them."""
-        q, k, v = jax.tree.unflatten(tree, arrays)
-        head_dim, scheme = self.problem.head_dim, self.scheme
-        batch, _, width = q.values.shape
-        layout = scheme.layout(batch, width // head_dim)
-        settings: dict[str, Any] = {"head_dim": head_dim, "interpret": self.backend.interpret}
-        with jax.named_scope("rope"):
-            queries = qk_norm_rope_scatter(q, layout.queries, order=layout.order, **settings)
-            keys, values = (qk_norm_rope_scatter(part, layout.keys, **settings) for part in (k, v))
-        out = scheme.attend_scattered(
-            queries, keys, values, kv_mask=self._kv_mask(), backend=self.backend
+        q = jax.tree.unflatten(tree, arrays)
+        layout = self._layout(q)
+        queries = self._scattered(q, layout.queries, order=layout.order)
+        # Values travel under the product of the queries: without this their collective starts
+        # after it.
+        queries, v = jax.lax.optimization_barrier((queries, v))
+        out = self.scheme.attend_scattered(
+            queries, k, v, kv_mask=self._kv_mask(), backend=self.backend
         )
         with jax.named_scope(COLLECTIVE_SCOPE):
-            return gather_heads(out, layout.queries, order=layout.order, **settings)
+            return gather_heads(
+                out,
+                layout.queries,
+                head_dim=self.problem.head_dim,
+                order=layout.order,
+                interpret=self.backend.interpret,
+            )
+
+    def _layout(self, part: ProjectedHeads) -> QKVLayout:
+        batch, _, width = part.values.shape
+        return self.scheme.layout(batch, width // self.problem.head_dim)
+
+    @jax.named_scope("rope")
+    def _scattered(
+        self, part: ProjectedHeads, layout: HeadLayout, order: Int[Array, " J"] | None = None
+    ) -> Sequence[Float[Array, "_U S _D"]]:
+        return qk_norm_rope_scatter(
+            part,
+            layout,
+            head_dim=self.problem.head_dim,
+            order=order,
+            interpret=self.backend.interpret,
+        )
 
     def fixed_m_eligible_heads(
         self,
@@ -243,8 +299,11 @@ class AttentionPlan(Attention):
         return run
 
     def _shard_map(
-        self, local: Callable[..., Array], in_specs: tuple[Any, ...]
-    ) -> Callable[..., Array]:
+        self,
+        local: Callable[..., Any],
+        in_specs: tuple[Any, ...],
+        out_specs: PartitionSpec | None = None,
+    ) -> Callable[..., Any]:
         """Returns `local` on the shards of every device.
 
         Pallas calls carry no replication types, so shard_map cannot check them.
@@ -254,7 +313,7 @@ class AttentionPlan(Attention):
             local,
             mesh=None if inside_set_mesh else self.mesh,
             in_specs=in_specs,
-            out_specs=columns_spec(self.problem.q_spec),
+            out_specs=out_specs or columns_spec(self.problem.q_spec),
             check_vma=False,
         )
 

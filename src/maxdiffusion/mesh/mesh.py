@@ -8,7 +8,7 @@ their arrays ("batch", "sequence", "heads"); the axis rules map these names to m
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol, runtime_checkable
@@ -277,6 +277,33 @@ class ActivationLayout:
         assert self.mesh is not None
         spec = partition_spec(self.mesh, ACTIVATION_AXIS_RULES, dims=dims, shape=shape)
         return NamedSharding(self.mesh, spec)
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Returns whether Pallas kernels can run on the shards of activations: on TPUs."""
+        if self.mesh is None or AxisType.Explicit in self.mesh.axis_types:
+            return False
+        return bool(self.mesh.devices.flat[0].platform == "tpu")
+
+    def on_shards(
+        self, function: Callable[..., jax.Array], *arrays: tuple[jax.Array, tuple[str, ...]]
+    ) -> jax.Array:
+        """Returns `function` of the shards of arrays with these dimensions, on every device.
+
+        The result has the dimensions of the first array. Pallas calls carry no replication types,
+        so shard_map cannot check them.
+        """
+        specs = tuple(self.sharding(dims, array.shape).spec for array, dims in arrays)
+        inside_set_mesh = not jax.sharding.get_abstract_mesh().empty
+        run = jax.shard_map(
+            function,
+            mesh=None if inside_set_mesh else self.mesh,
+            in_specs=specs,
+            out_specs=specs[0],
+            check_vma=False,
+        )
+        result: jax.Array = run(*(array for array, _ in arrays))
+        return result
 
     def gathered(self, weight: jax.Array, dims: tuple[str, ...]) -> jax.Array:
         """Returns a weight all-gathered over the context, as a matmul needs it."""

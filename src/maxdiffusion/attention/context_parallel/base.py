@@ -147,6 +147,10 @@ class ContextParallel(abc.ABC):
         """Returns the head layout of `attend_scattered`; by default no head moves."""
         return QKVLayout.alike(HeadLayout.identity(batch, heads))
 
+    def send_keys(self, scattered: ScatteredHeads) -> ScatteredHeads:
+        """Returns keys or values, in `layout`, as `attend_scattered` takes them."""
+        return scattered
+
     def attend_scattered(
         self,
         q: ScatteredHeads,
@@ -156,7 +160,10 @@ class ContextParallel(abc.ABC):
         kv_mask: KVMask,
         backend: AnyBackend,
     ) -> ScatteredHeads:
-        """Returns the attention of heads that are in `layout` already, in the same layout."""
+        """Returns the attention of heads that are in `layout` already, in the same layout.
+
+        Keys and values went through `send_keys`.
+        """
         heads = [x.reshape(*x.shape[:2], -1, backend.problem.head_dim) for (x,) in (q, k, v)]
         outs = self.attend_groups(heads[:1], *heads[1:], kv_mask=kv_mask, backend=backend)
         return [out.reshape(*out.shape[:2], -1) for out in outs]

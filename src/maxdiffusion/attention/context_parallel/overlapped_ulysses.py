@@ -105,7 +105,7 @@ class OverlappedQueries(QueryCollectives):
     ) -> tuple[Collective, ...]:
         """Returns the all-to-alls of k and v and the permutations of queries and outputs.
 
-        Of k and v, the second to go finds nothing left to run under.
+        Keys travel under the product of the values, and these under that of the queries.
         """
         groups = len(traded.heads)
         return (
@@ -116,7 +116,7 @@ class OverlappedQueries(QueryCollectives):
                 bytes=2 * traded.kv_bytes * (degree - 1) // degree,
                 rounds=2,
                 round_bytes=traded.kv_bytes,
-                hidden=0.5,
+                hidden=1.0,
             ),
             Collective(
                 kind="collective-permute",

@@ -189,8 +189,9 @@ class Ulysses(ContextParallel):
             rows = kv_mask.with_mask(mask if mask is None or batch == 1 else mask[start:stop])
             with jax.named_scope(COLLECTIVE_SCOPE):
                 q_blocks = self.queries.split(q_group)
-                k_blocks, v_blocks = (head_blocks(part, self.degree) for part in (k_group, v_group))
-            queries, k_all, v_all, local = self._send(q_blocks, k_blocks, v_blocks, rows, head_dim)
+                blocks = [head_blocks(part, self.degree) for part in (k_group, v_group)]
+            queries, local = self._send(q_blocks, rows, head_dim)
+            k_all, v_all = self._received(self.send_keys(blocks), rows, head_dim)
             results = self.inner.attend_groups(
                 queries, k_all, v_all, kv_mask=local, backend=backend
             )
@@ -209,13 +210,17 @@ class Ulysses(ContextParallel):
         kv_mask: KVMask,
         backend: AnyBackend,
     ) -> ScatteredHeads:
-        """Returns the attention of heads in a block for each device, one group at a time."""
+        """Returns the attention of heads in a block for each device, one group at a time.
+
+        The blocks of k and v are those that arrived.
+        """
         per_group = len(q) // len(k)
         head_dim = backend.problem.head_dim
         outs: list[Array] = []
         for group, (k_group, v_group) in enumerate(zip(k, v, strict=True)):
             q_group = q[group * per_group : (group + 1) * per_group]
-            queries, k_all, v_all, local = self._send(q_group, k_group, v_group, kv_mask, head_dim)
+            queries, local = self._send(q_group, kv_mask, head_dim)
+            k_all, v_all = self._received([k_group, v_group], kv_mask, head_dim)
             results = self.inner.attend_groups(
                 queries, k_all, v_all, kv_mask=local, backend=backend
             )
@@ -243,23 +248,28 @@ class Ulysses(ContextParallel):
     def _padded(self, heads: int) -> int:
         return math.ceil(heads / self.degree) * self.degree
 
-    def _send(
-        self,
-        q: ScatteredHeads,
-        k: Float[Array, "U T D"],
-        v: Float[Array, "U T D"],
-        kv_mask: KVMask,
-        head_dim: int,
-    ) -> tuple[list[Array], Array, Array, KVMask]:
-        """Returns queries, keys, values and mask of this device's heads, of all tokens."""
+    def send_keys(self, scattered: ScatteredHeads) -> ScatteredHeads:
+        """Returns the blocks of all devices for this device's heads, of every group."""
         with jax.named_scope(COLLECTIVE_SCOPE):
-            k_all, v_all = (by_heads(trade_blocks(part, self.axes), head_dim) for part in (k, v))
+            return [trade_blocks(part, self.axes) for part in scattered]
+
+    def _send(
+        self, q: ScatteredHeads, kv_mask: KVMask, head_dim: int
+    ) -> tuple[list[Array], KVMask]:
+        """Returns queries of this device's heads, of all tokens, and their mask."""
+        with jax.named_scope(COLLECTIVE_SCOPE):
             queries = [by_heads(part, head_dim) for part in self.queries.send(q)]
         if not kv_mask.by_row:
-            return queries, k_all, v_all, kv_mask
-        local = kv_mask.with_mask(self._local_rows(kv_mask.mask, k_all.shape[2]))
-        queries = [heads_to_rows(part) for part in queries]
-        return queries, heads_to_rows(k_all), heads_to_rows(v_all), local
+            return queries, kv_mask
+        local = kv_mask.with_mask(self._local_rows(kv_mask.mask, queries[0].shape[2]))
+        return [heads_to_rows(part) for part in queries], local
+
+    def _received(
+        self, blocks: Sequence[Float[Array, "U T D"]], kv_mask: KVMask, head_dim: int
+    ) -> list[Array]:
+        """Returns keys and values of this device's heads, of all tokens."""
+        heads = [by_heads(part, head_dim) for part in blocks]
+        return [heads_to_rows(part) for part in heads] if kv_mask.by_row else heads
 
     def _send_back(self, outs: Sequence[Array], kv_mask: KVMask) -> ScatteredHeads:
         """Returns the outputs of this device's queries, of all heads of the group."""

@@ -58,6 +58,7 @@ SOURCES: tuple[tuple[str, str, Purpose], ...] = (
     ("kernels/reference.py", "", Purpose.TEXT_ATTENTION),
     ("kernels/qk_prep/", "rotate", Purpose.ROPE),
     ("kernels/qk_prep/", "rms_norm", Purpose.NORMS),
+    ("kernels/layer_norm.py", "", Purpose.NORMS),
     ("kernels/", "", Purpose.COPIES),
     ("attention/", "", Purpose.COPIES),
 )
@@ -274,9 +275,9 @@ def cycles_of(instruction: Instruction, chip: Chip) -> int:
 
 def purpose_of(program: ScheduledProgram, instruction: Instruction) -> Purpose:
     """Returns the purpose of an operation, from its kind and then its source line."""
-    if instruction.stated_cost != (0, 0):
-        return Purpose.HEAD_LAYOUT
     source = _source_purpose(program, instruction)
+    if instruction.stated_cost != (0, 0):
+        return Purpose.NORMS if source is Purpose.NORMS else Purpose.HEAD_LAYOUT
     if program.multiplies(instruction):
         return Purpose.TEXT_ATTENTION if source is Purpose.TEXT_ATTENTION else Purpose.PROJECTIONS
     if source is Purpose.COPIES:
