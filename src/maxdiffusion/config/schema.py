@@ -472,7 +472,7 @@ class VaeFields:
     """Chunks, tiles and devices of the VAE."""
 
     vae_decode_chunk: int = setting(
-        0, "Latent frames decoded at once; 0 = what 512 MiB allow, -1 = all.", COUNT_OR_NONE
+        0, "Latent frames decoded at once; 0 = what 256 MiB allow, -1 = all.", COUNT_OR_NONE
     )
     vae_spatial: int = setting(
         -1, "Devices that split the rows and columns of a frame; -1 = all of them.", SIZE
