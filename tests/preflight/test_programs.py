@@ -74,7 +74,7 @@ def test_a_guided_step_sums_no_latents_over_the_data_axis():
     """The rows of prompt and negative prompt are gathered, and every device samples."""
     made = builder()
     (step,) = compile_all(makers_of(made)[:1], CHIP)
-    found = find_collectives(read_program(step.text), made.mesh.shape)
+    found = find_collectives(read_program(step.text), made.mesh.shape, CHIPS["tpu7x"])
     assert any(one.kind == "all-gather" for one in found)
     # The question whether all latents are finite is one number.
     assert all(one.bytes <= 4 for one in found if one.kind == "all-reduce")
