@@ -134,11 +134,13 @@ class Forward:
     def guided(self, velocity: Float[Array, "B_guided F Y X O"]) -> Float[Array, "B F Y X O"]:
         """Returns the guided velocity of each video.
 
-        Rows of a batch that is sharded over the data axis are gathered first. Else XLA leaves a
-        video on the device of one of them, and sums three float32 latents after the sampler.
+        On TPUs, rows of a batch that is sharded over the data axis are gathered first. Else XLA
+        leaves a video on the device of one of them, and sums three float32 latents after the
+        sampler.
         """
+        gathered = self.static.layout.constrain
         with jax.named_scope("guidance"):
-            rows = self.static.layout.constrain(velocity)
+            rows = jax.lax.platform_dependent(velocity, tpu=gathered, default=lambda rows: rows)
             return self.static.guidance.combine(rows, self.step.guidance_scale)
 
 
