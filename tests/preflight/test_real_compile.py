@@ -73,6 +73,14 @@ def test_collectives_are_those_of_the_plan(finished):
     assert all(one["asynchronous"] for one in hops)
 
 
+def test_a_guided_step_sums_no_latents_over_the_data_axis(finished):
+    """The rows of prompt and negative prompt are gathered, and every device samples."""
+    once = [one for one in finished[1]["collectives"] if one["times"] == 1]
+    assert any(one["kind"] == "all-gather" and "data" in one["axes"] for one in once)
+    # The question whether all latents are finite is one number.
+    assert all(one["bytes"] <= 4 for one in once if one["kind"] == "all-reduce")
+
+
 def test_people_see_progress_and_a_report(finished):
     output, _ = finished
     assert "[1/5] compiling denoise_step ..." in output

@@ -138,9 +138,9 @@ class Forward:
         leaves a video on the device of one of them, and sums three float32 latents after the
         sampler.
         """
-        gathered = self.static.layout.constrain
+        layout = self.static.layout
         with jax.named_scope("guidance"):
-            rows = jax.lax.platform_dependent(velocity, tpu=gathered, default=lambda rows: rows)
+            rows = layout.constrain(velocity) if layout.on_tpus else velocity
             return self.static.guidance.combine(rows, self.step.guidance_scale)
 
 

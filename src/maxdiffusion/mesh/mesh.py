@@ -279,11 +279,15 @@ class ActivationLayout:
         return NamedSharding(self.mesh, spec)
 
     @property
+    def on_tpus(self) -> bool:
+        """Returns whether the devices of the mesh are TPUs."""
+        return self.mesh is not None and bool(self.mesh.devices.flat[0].platform == "tpu")
+
+    @property
     def runs_kernels(self) -> bool:
         """Returns whether Pallas kernels can run on the shards of activations: on TPUs."""
-        if self.mesh is None or AxisType.Explicit in self.mesh.axis_types:
-            return False
-        return bool(self.mesh.devices.flat[0].platform == "tpu")
+        explicit = self.mesh is not None and AxisType.Explicit in self.mesh.axis_types
+        return self.on_tpus and not explicit
 
     def on_shards(
         self, function: Callable[..., jax.Array], *arrays: tuple[jax.Array, tuple[str, ...]]
