@@ -67,7 +67,7 @@ PINNED = {
     ("v6e:2x4", 4): ("ulysses_ring_custom", 2, 2, 9728, 18944),
     ("v6e:4x4", 8): ("ulysses_ring_custom", 1, 8, 9472, 9472),
     ("v6e:4x8", 16): ("ulysses_ring_custom", 8, 2, 9728, 18944),
-    ("v6e:8x8", 32): ("ulysses_ring_custom", 4, 8, 9472, 9472),
+    ("v6e:8x8", 32): ("ulysses_ring_custom", 4, 8, 9600, 9600),
 }
 
 
