@@ -245,11 +245,11 @@ def our_model(layers: int):
     abstract = nnx.eval_shape(lambda: WanTransformer(config, **kinds, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     parameters = {".".join(map(str, path)): value for path, value in nnx.to_flat_state(state)}
-    for entry in transformer_map(config).entries:
+    names = transformer_map(config)
+    for entry in names.entries:
         parameter = parameters[entry.parameter]
-        one_layer = parameter.shape[1:] if entry.stacked else parameter.shape
-        shape = entry.transform.invert(np.empty(one_layer, np.float32)).shape
-        tensors = [entry.transform.apply(drawn(name, shape)) for name in entry.sources(layers)]
+        shape = entry.source_shape(parameter.shape)
+        tensors = [entry.transform.apply(drawn(name, shape)) for name in names.sources(entry)]
         parameter.set_value(jnp.asarray(np.stack(tensors) if entry.stacked else tensors[0]))
     return nnx.merge(graph, state)
 
